@@ -89,6 +89,19 @@ class Undecided(WhetError):  # noqa: N818 - it says what came of an answer
     """
 
 
+class ContextFull(WhetError):  # noqa: N818 - it says what came of a request
+    """The context has no room for another response of the model. Nothing was appended.
+
+    If the environment does not catch this exception, the episode is finished. It keeps the rewards that the environment
+    has recorded. Every other reward in the environment's `reward_weights` is 0.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(f"a prompt of {length} tokens leaves no room for a response in {limit} (rollout.max_context)")
+        self.length = length
+        """Length of the prompt, in tokens."""
+
+
 class RequestLost(InfrastructureError):  # noqa: N818 - it says what happened to the request
     """Several replicas were lost, one after another, while they ran the same request. The request may be the cause."""
 

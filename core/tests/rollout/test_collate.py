@@ -77,6 +77,8 @@ def test_columns_stand_where_they_belong(groups: list[Group]) -> None:
         "episode": "int64",
         "unit": "int64",
         "env": "int64",
+        "agent": "int64",
+        "member": "int64",
         "temperature": "float32",
         "reward": "float32",
         "stopped": "bool",
@@ -98,6 +100,7 @@ def test_metrics_are_over_episodes(groups: list[Group]) -> None:
             "response_length/mean": (3 + 3 + 4 + 2) / 4,
             "response_length/max": 4,
             "response_length/cut": 1 / 4,
+            "context_full": 0.0,
             "turns/mean": 5 / 4,
         }
     )

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
-from whet.errors import InfrastructureError, RequestLost, Undecided, WorkerError
+from whet.errors import ContextFull, InfrastructureError, RequestLost, Undecided, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
 from whet.rollout.episode import EpisodeFailed
@@ -216,19 +217,32 @@ def test_answers_fit_into_the_context() -> None:
     assert (len(one.tokens), one.stop) == (prompt + 5, "length")
 
 
-def test_a_full_context_gives_empty_replies_that_were_cut() -> None:
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_full_context_is_an_event_and_nothing_is_appended(caught: bool) -> None:
     replies = []
 
     async def run(task: Task, model: Model) -> Mapping[str, float]:
-        replies.extend([await model.reply(text) for text in ("a", "b", "c")])
-        return {"correct": 0.0}
+        try:
+            for text in ("a", "b", "c"):
+                replies.append(await model.reply(text))
+                model.reward("turns", 1.0)
+        except ContextFull:
+            if not caught:
+                raise
+            with pytest.raises(ContextFull):
+                await model.fork().reply("")
+        return {"caught": 1.0}
 
-    generator = FakeGenerator("xy")
+    environment, generator = Played(run), FakeGenerator("xy")
+    environment.reward_weights = {"caught": 1.0, "turns": 0.5}
     prompt = len(b"user: a\nassistant: ")
-    (one,) = play(Played(run), generator, max_context=prompt + 10).trajectories
-    assert [(reply.text, reply.stop) for reply in replies] == [("xy", "stop"), ("", "length"), ("", "length")]
+    episode = play(environment, generator, max_context=prompt + 10)
+    assert [(reply.text, reply.stop) for reply in replies] == [("xy", "stop")]
     assert len(generator.requests) == 1
-    assert (len(one.tokens), one.stop) == (prompt + 3, "length")
+    (one,) = episode.trajectories
+    assert (len(one.tokens), one.stop, episode.context_full) == (prompt + 3, "context", True)
+    assert episode.rewards == {"caught": float(caught), "turns": 1.0}
+    assert episode.reward == caught + 0.5
 
 
 def test_a_prompt_without_room_for_an_answer_fails() -> None:
@@ -392,7 +406,8 @@ async def _cancelled(task: Task, model: Model) -> Mapping[str, float]:
 
 async def _for_ever(task: Task, model: Model) -> Mapping[str, float]:
     while True:
-        await model.reply("more")
+        with suppress(ContextFull):
+            await model.reply("more")
 
 
 async def _at_once(task: Task, model: Model) -> Mapping[str, float]:

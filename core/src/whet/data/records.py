@@ -109,11 +109,11 @@ class Reply:
     """A completion as an environment sees it."""
 
     text: str
-    """The decoded completion without special tokens."""
+    """The response without special tokens. It begins with the prefill, if there was one."""
     tokens: tuple[int, ...]
     """All tokens of the completion."""
     stop: Stop
-    """Why the completion ended; `length` for a response that was cut."""
+    """Why the completion ended; `length` for a response that was cut by its limit, or by the end of the context."""
 
 
 @frozen(eq=False)
@@ -124,7 +124,22 @@ class Turn:
     """All tokens before it: [prompt]."""
     completion: Completion
     text: str
-    """The decoded completion without special tokens."""
+    """The response without special tokens, prefill included."""
+
+
+@frozen
+class SpanReward:
+    """A reward of a turn, or of some tokens of a turn."""
+
+    name: str
+    value: float
+    """Unweighted."""
+    begin: int
+    """Position of the first token in the sequence."""
+    end: int
+    """Position after the last token."""
+    weight: float = 1.0
+    """The weight of this reward's name in the total reward."""
 
 
 @frozen(eq=False)
@@ -134,15 +149,29 @@ class Trajectory:
     tokens: IntArray
     """[L]."""
     loss_mask: BoolArray
-    """[L], true where the model produced the token."""
+    """[L], true where the token is trained: the model produced it at the run's temperature."""
     logprobs: FloatArray
     """[L], the sampler's logprobs, 0 where `loss_mask` is false."""
     versions: NDArray[np.int32]
-    """[L], version of the weights that produced the token, -1 where `loss_mask` is false."""
+    """[L], version of the weights that produced the token, -1 where the model did not produce it."""
     prompt_length: int
     """Number of tokens before the model's first."""
-    stop: Stop
-    """Why the last completion ended."""
+    stop: Stop | Literal["context"]
+    """Why the last completion ended. `context`: the context was full when the environment asked for another one."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """The model's responses: the position of the first token, and the position after the last token. A prefill is not
+    in it."""
+    agent: str = ""
+    """The agent that the sequence belongs to; empty: the only agent."""
+    rewards: Mapping[str, float] | None = None
+    """Every named reward of this sequence, unweighted: of the episode, of the agent, of the sequence, of its turns.
+    None: the rewards of the episode."""
+    reward: float = 0.0
+    """The weighted sum of `rewards`."""
+    spans: tuple[SpanReward, ...] = ()
+    """The rewards of turns and tokens. `rewards` includes them."""
+    apart: bool = False
+    """Whether the sequence, or a part of it, has rewards of its own."""
 
 
 @frozen(eq=False)
@@ -158,7 +187,7 @@ class Episode:
     trajectories: tuple[Trajectory, ...]
     """One sequence, and one more for each fork."""
     rewards: Mapping[str, float]
-    """Every named reward, unweighted."""
+    """Every named reward, unweighted. If sequences have rewards of their own, the mean over the sequences."""
     reward: float
     """The weighted sum of `rewards`."""
     turns: int
@@ -173,6 +202,13 @@ class Episode:
     """Why graders could not decide about the response; see `whet.errors.Undecided`."""
     gold: str | None = None
     """The reference answer of the task, for records and reports; see `gold_answer`."""
+    difficulty: float | None = None
+    """The difficulty at which it was played; see `Adaptive`."""
+
+    @property
+    def context_full(self) -> bool:
+        """Return whether the environment asked for a response for which the context had no room."""
+        return any(trajectory.stop == "context" for trajectory in self.trajectories)
 
 
 @frozen(eq=False)
@@ -194,3 +230,20 @@ class Group:
     def rewards(self) -> FloatArray:
         """Return the episodes' rewards [episodes]."""
         return np.array([e.reward for e in self.episodes], np.float32)
+
+    def compared(self, name: str = "") -> list[FloatArray]:
+        """Return the rewards that are compared with each other: one array for each agent.
+
+        An array has one reward for each episode. If sequences of the agent have rewards of their own, the array has one
+        reward for each sequence. `name` chooses a named reward, 0 where it is missing; empty: the weighted sum.
+        """
+        found: dict[str, list[float]] = {}
+        apart = {t.agent for e in self.episodes for t in e.trajectories if t.apart}
+        for episode in self.episodes:
+            first: dict[str, list[float]] = {}
+            for t in episode.trajectories:
+                own = episode if t.rewards is None else t
+                first.setdefault(t.agent, []).append(float((own.rewards or {}).get(name, 0.0) if name else own.reward))
+            for agent, values in first.items():
+                found.setdefault(agent, []).extend(values if agent in apart else values[:1])
+        return [np.array(values, np.float32) for values in found.values()]

@@ -10,6 +10,7 @@ from whet.errors import WhetError
 from whet.evaluation.result import EvaluationResult, judge
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
+from whet.interfaces.environment import GroupRewarding
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.event_loop import EpisodeLoop, gather_or_cancel
@@ -64,7 +65,7 @@ def evaluate(
         turn = with_stop_tokens(sampling, chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
-            answers=True, endpoints=opened_by,
+            answers=True, endpoints=opened_by, training=False,
         )  # fmt: skip
 
     try:
@@ -96,8 +97,16 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
             except EpisodeFailed as error:
                 failures.append(error)
                 return None
-        route.scoring.passing(episode)  # raises now, rather than at the end, if there is no such reward
+        if not isinstance(route.environment, GroupRewarding):
+            route.scoring.passing(episode)  # raises now, rather than at the end, if there is no such reward
         return episode
+
+    async def compared(assignment: Assignment, episodes: list[Episode]) -> tuple[Episode, ...]:
+        try:
+            return tuple(await player.group_rewarded(assignment, episodes))
+        except EpisodeFailed as error:
+            failures.extend([error] * len(episodes))
+            return ()
 
     tasks = route.tasks()
     assignments = [Assignment(route, tasks[i], i, i) for i in range(_count(route))]
@@ -110,4 +119,5 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
             -1
         ]
     samples = [played[i * route.samples : (i + 1) * route.samples] for i in range(len(assignments))]
-    return route, tuple(tuple(e for e in of_task if e is not None) for of_task in samples), tuple(failures)
+    found = [[episode for episode in of_task if episode is not None] for of_task in samples]
+    return route, tuple(await gather_or_cancel(map(compared, assignments, found))), tuple(failures)

@@ -113,6 +113,8 @@ class Parts:
     evaluate: Callable[[int], "Mapping[str, Metric]"]
     """`evaluate(step)` evaluates on the environments of the config's `evaluation`."""
     seed: int
+    keep: Callable[[Selection, Any], Any] = lambda selection, component: component
+    """Saves the state of a component with each checkpoint, and returns the component; see `whet.interfaces.state`."""
 
     @property
     def refit(self) -> Callable[..., None]:
@@ -120,8 +122,11 @@ class Parts:
         return self.sync_weights
 
     def build(self, selection: Selection) -> Any:
-        """Build a component that runs on the driver, e.g. an advantage estimator."""
-        return build_selection(selection)
+        """Build a component that runs on the driver, e.g. an advantage estimator.
+
+        If the component has a state, each checkpoint saves the state, and a resumed run continues from it.
+        """
+        return self.keep(selection, build_selection(selection))
 
 
 @frozen(kw_only=True)

@@ -4,18 +4,29 @@
         return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
 
 A reward of a `SingleTurn` is a function of the response's text and the task's data. It may have a weight.
+
+A reward has an address. `run` returns the rewards of the whole episode. `model.reward` records all others:
+
+    returned by run                            every sequence of the episode
+    white.reward("won", 1.0, of="agent")       every sequence of one agent, e.g. one player of a game
+    branch.reward("solved", 1.0, of="sequence")    one sequence
+    model.reward("legal", -0.1)                the model's last turn in this sequence
+    model.reward("fact", 0.5, tokens=(3, 9))   tokens 3 to 8 of this turn
+
+The reward of a sequence is the weighted sum of all rewards that its address includes. Advantage estimators compare the
+sequences of one agent within a group. Estimators per turn also use the place of a reward.
 """
 
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
 from whet.data.messages import Conversation, Message
-from whet.data.records import Reply, Task
+from whet.data.records import Episode, Group, Reply, Task
 from whet.errors import DataError, EpisodeError, Undecided
 
 
@@ -34,19 +45,81 @@ class Address:
     with the model's last response."""
 
 
+@frozen
+class EpisodeInfo:
+    """Facts about an episode that its environment may need."""
+
+    split: str
+    """The split of the task."""
+    training: bool
+    """Whether the episode is trained on. If not, it belongs to an evaluation."""
+    task: int
+    """Position of the task in its split."""
+    group: int
+    """Number of the group. In training: the order of admission over the whole run. In evaluation: equal to `task`."""
+    sample: int
+    """Number of the episode among the samples of its group, counted from 0."""
+    seed: int
+    """For the environment's randomness. It differs for each sample, and for each new attempt at a failed episode."""
+    group_seed: int
+    """For the environment's randomness. It is the same for all samples of a group."""
+    step: int = 0
+    """In training: the number of finished steps when the group was admitted. In evaluation: 0."""
+    difficulty: float | None = None
+    """In training: the environment's `difficulty()` when the group was admitted; see `Adaptive`. Else None."""
+
+
 @runtime_checkable
 class Model(Protocol):
     """The model as an episode sees it. It records tokens, logprobs, versions and the loss mask."""
 
-    async def reply(self, messages: "str | Message | Sequence[Message]") -> Reply:
+    @property
+    def episode(self) -> EpisodeInfo:
+        """Return facts about the episode: its split, seeds, and number among the samples of its group."""
+        ...
+
+    async def reply(
+        self,
+        messages: "str | Message | Sequence[Message]",
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        prefill: str = "",
+    ) -> Reply:
         """Append messages to the history, sample a response, and return it.
 
-        The history is append-only: the model's own tokens are kept, and never tokenised again.
+        The history is append-only: the model's own tokens are kept, and never tokenised again. Raises `ContextFull` if
+        the context leaves no room for a response.
+
+        :param max_tokens: a limit below the run's limit. None: the run's limit.
+        :param stop: stop strings in addition to the run's.
+        :param temperature: if it differs from the run's, the response is context, and it is not trained on: its tokens
+            come from another distribution than the policy's. None: the run's temperature.
+        :param prefill: the beginning of the response. The model continues it. Its tokens are not trained on.
         """
         ...
 
-    def fork(self) -> "Model":
-        """Return another sequence of the same episode. It starts with the history so far."""
+    def fork(self, agent: str = "") -> "Model":
+        """Return another sequence of the same episode. It starts with the history so far.
+
+        `agent` names the agent that the sequence belongs to, e.g. a player of a game. Empty: the same agent.
+        """
+        ...
+
+    def reward(
+        self,
+        name: str,
+        value: float,
+        *,
+        of: Literal["turn", "sequence", "agent"] = "turn",
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
+        """Record a reward of the last turn of this sequence, of this sequence, or of its agent.
+
+        `tokens` narrows a reward of a turn to some tokens of the response: the first, and the one after the last.
+        Values of one name and address are added. A name that an episode does not record counts as 0.
+        """
         ...
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
@@ -75,8 +148,12 @@ class Environment(Protocol):
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode with the model, and return its named rewards.
 
+        The mapping has the rewards of the whole episode. It may be empty if the episode recorded rewards by
+        `model.reward`.
+
         A response for which a grader raises `Undecided` counts as wrong. The environment may catch the exception. If
-        the environment does not catch it, every reward is 0.
+        the environment does not catch it, every reward is 0. If it does not catch `ContextFull`, the episode ends with
+        the recorded rewards.
         """
         ...
 
@@ -101,6 +178,41 @@ class Answering(Protocol):
         the model's last response, which may be hostile and of any length. The method must not read the reference
         answer. It runs on the thread of all episodes, so it must be fast.
         """
+        ...
+
+
+@runtime_checkable
+class GroupRewarding(Protocol):
+    """An optional extension of `Environment`: rewards that compare the episodes of a group, e.g. ranks or diversity."""
+
+    async def group_rewards(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """Return further named rewards of each episode of a group.
+
+        The method is called once, when all episodes of the group have finished. `episodes` have their own rewards
+        already. In evaluation, the group is the samples of a task that succeeded. If the method raises, the group is
+        dropped, or its tasks are in evaluation. One deadline holds for the method, as for an episode.
+        """
+        ...
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """An optional extension of `Environment`: a curriculum that follows the results of training.
+
+    All samples of a group are played at the difficulty at which the group was admitted. An environment that keeps
+    numbers from group to group also has `state` and `load`; see `whet.interfaces.state`.
+    """
+
+    def difficulty(self) -> float:
+        """Return the difficulty for the next group. `model.episode.difficulty` is this number."""
+        ...
+
+    def adapted(self, task: Task, difficulty: float) -> Task:
+        """Return a task at a difficulty. If `run` alone follows the difficulty, return the task unchanged."""
+        ...
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn from the groups that a step consumed, in order of admission, those that a filter removed included."""
         ...
 
 
@@ -177,9 +289,12 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
     return answer or None
 
 
-def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
-    """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers."""
-    if not isinstance(rewards, Mapping) or not rewards:
+def checked_rewards(rewards: object, environment: str, *, further: bool = False) -> dict[str, float]:
+    """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers.
+
+    `further`: the episode has other rewards, so the mapping may be empty.
+    """
+    if not isinstance(rewards, Mapping) or not (rewards or further):
         raise EpisodeError(
             f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"
         )

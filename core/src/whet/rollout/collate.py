@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:
     """Return one batch of all sequences of the groups, in order.
 
-    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where loss_mask is false). Per
-    sequence: lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit (the
-    sequence itself), env int64 (index into `info["environments"]`), temperature, reward float32, `reward:NAME` float32
-    for each named reward (nan where the episode lacks it; see `completed`), and stopped bool (false: the last response
-    was cut by its length). Every sequence of an episode has the episode's reward. If groups have a greedy episode, each
-    of their sequences has its reward as `greedy_reward` float32; the batch has nothing else of a greedy episode.
+    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where the model did not produce
+    the token). If a sequence has several turns of the model: turn int32 (number of the turn in its sequence, -1 outside
+    of turns). If turns or spans have rewards: `span_rewards` float32, the weighted rewards, each at its last token, and
+    turn. Per sequence: lengths, prompt_lengths, group (order of
+    admission), episode (numbered through the batch), unit (the sequence itself), env int64 (index into
+    `info["environments"]`), agent int64 (index into `info["agents"]`), member int64, temperature, reward float32,
+    `reward:NAME` float32 for each named reward (nan where the episode lacks it; see `completed`), and stopped bool
+    (false: the last response was cut by its length).
+
+    `reward` is the sum of all rewards whose address includes the sequence, `span_rewards` among them. The sequences of
+    one agent in an episode have the same `member`: they count once in a comparison. If an agent's sequences have
+    rewards of their own in a group, each of them there is a member.
+
+    If groups have a greedy episode, each of their sequences has its reward as `greedy_reward` float32, that of the same
+    agent; the batch has nothing else of a greedy episode.
     """
     episodes = completed([episode for group in groups for episode in group.episodes])
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
@@ -35,14 +44,20 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
         """Return a column [sequences] with each episode's value for all of its sequences."""
         return np.repeat(np.asarray(values, dtype), forks)
 
-    greedy = [group.greedy.reward for group in groups if group.greedy is not None]
-    rewards = {name: [episode.rewards.get(name, np.nan) for episode in episodes] for name in reward_names(episodes)}
+    owners = list(zip((group for group in groups for _ in group.episodes), episodes, strict=True))
+    rewards = {
+        name: [(t.rewards or e.rewards).get(name, np.nan) for e in episodes for t in e.trajectories]
+        for name in reward_names(episodes)
+    }
+    agents = tuple(dict.fromkeys(t.agent for t in trajectories))
+    greedy = [_greedy_reward(g.greedy, t.agent) for g, e in owners if g.greedy is not None for t in e.trajectories]
     return Batch(
         per_token={
             "tokens": _joined(trajectories, "tokens", np.int64),
             "loss_mask": _joined(trajectories, "loss_mask", np.bool_),
             "sampler_logprobs": _joined(trajectories, "logprobs", np.float32),
             "version": _joined(trajectories, "versions", np.int32),
+            **_turns(trajectories),
         },
         per_sequence={
             "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
@@ -52,13 +67,47 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
             "unit": np.arange(len(trajectories), dtype=np.int64),
             "env": spread([names[episode.environment] for episode in episodes], np.int64),
             "temperature": np.full(len(trajectories), temperature, np.float32),
-            "reward": spread([episode.reward for episode in episodes], np.float32),
+            "agent": np.array([agents.index(t.agent) for t in trajectories], np.int64),
+            "member": _members(owners),
+            "reward": np.array(
+                [e.reward if t.rewards is None else t.reward for e in episodes for t in e.trajectories], np.float32
+            ),
             "stopped": np.array([t.stop == "stop" for t in trajectories], np.bool_),
-            **({"greedy_reward": spread(np.repeat(greedy, sizes), np.float32)} if greedy else {}),
-            **{f"reward:{name}": spread(values, np.float32) for name, values in rewards.items()},
+            **({"greedy_reward": np.array(greedy, np.float32)} if greedy else {}),
+            **{f"reward:{name}": np.array(values, np.float32) for name, values in rewards.items()},
         },
-        info={"environments": tuple(environments)},
+        info={"environments": tuple(environments), "agents": agents},
     )
+
+
+def _members(owners: Sequence[tuple[Group, Episode]]) -> NDArray[np.int64]:
+    """Return the member of each sequence [sequences], numbered in the order of their first sequences."""
+    numbers = dict[tuple[int, int | str], int]()
+    apart = {(id(group), t.agent) for group, episode in owners for t in episode.trajectories if t.apart}
+    keys = [
+        (i, j if (id(group), t.agent) in apart else t.agent)
+        for i, (group, episode) in enumerate(owners) for j, t in enumerate(episode.trajectories)
+    ]  # fmt: skip
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _greedy_reward(episode: Episode, agent: str) -> float:
+    """Return the reward of a greedy episode for an agent: the mean over the agent's sequences."""
+    own = [t.reward for t in episode.trajectories if t.agent == agent and t.rewards is not None]
+    return sum(own) / len(own) if own else episode.reward
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """Return the columns `turn` and `span_rewards` [tokens], where they say anything."""
+    ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
+    turn, rewards = np.full(ends[-1], -1, np.int32), np.zeros(ends[-1], np.float32)
+    for start, trajectory in zip(ends, trajectories, strict=False):
+        for number, (begin, end) in enumerate(trajectory.turns):
+            turn[start + begin : start + end] = number
+        for span in trajectory.spans:
+            rewards[start + span.end - 1] += span.weight * span.value
+    several, placed = any(len(t.turns) > 1 for t in trajectories), any(t.spans for t in trajectories)
+    return {**({"turn": turn} if several or placed else {}), **({"span_rewards": rewards} if placed else {})}
 
 
 def _joined(trajectories: Sequence[Trajectory], name: str, dtype: type) -> NDArray[Any]:
@@ -71,31 +120,43 @@ def reward_names(episodes: Sequence[Episode]) -> tuple[str, ...]:
 
 
 def completed(episodes: Sequence[Episode]) -> list[Episode]:
-    """Return the episodes, where an undecided episode has a reward of 0 for each name that its environment gives to
-    others.
+    """Return the episodes, with a reward of 0 for each name that the environment gives only to other episodes.
+
+    This holds for episodes that are undecided or out of context, and for environments that record rewards: there, a
+    name that an episode does not record counts as 0. Any other episode is returned as it is.
     """
     names: dict[str, dict[str, float]] = {}
     for episode in episodes:
         names.setdefault(episode.environment, {}).update(dict.fromkeys(episode.rewards, 0.0))
+    recording = {e.environment for e in episodes if any(t.rewards is not None for t in e.trajectories)}
     return [
-        evolve(episode, rewards={**names[episode.environment], **episode.rewards}) if episode.undecided else episode
-        for episode in episodes
-    ]
+        _filled(e, names[e.environment])
+        if e.undecided or e.context_full or e.environment in recording else e
+        for e in episodes
+    ]  # fmt: skip
+
+
+def _filled(episode: Episode, zeros: Mapping[str, float]) -> Episode:
+    sequences = [t if t.rewards is None else evolve(t, rewards={**zeros, **t.rewards}) for t in episode.trajectories]
+    return evolve(episode, trajectories=tuple(sequences), rewards={**zeros, **episode.rewards})
 
 
 def response_length(episode: Episode) -> int:
     """Return the number of tokens that the model produced in an episode."""
-    return sum(int(np.count_nonzero(trajectory.loss_mask)) for trajectory in episode.trajectories)
+    return sum(int(np.count_nonzero(trajectory.versions >= 0)) for trajectory in episode.trajectories)
 
 
 def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | None" = None) -> dict[str, Metric]:
     """Return the metrics of finished groups.
 
     - reward/mean, and reward/NAME for each named reward
-    - reward/std: mean over groups of the unbiased deviation within a group; 0: nothing is left to learn by comparison
+    - reward/std: mean over groups, and their agents, of the unbiased deviation of the rewards that are compared; 0:
+      nothing is left to learn by comparison
+    - reward/AGENT/mean: of each named agent
     - reward/greedy: of greedy episodes, which no other metric counts
     - response_length/mean and /max: tokens that the model produced in an episode
     - response_length/cut: share of episodes with a response that was cut
+    - context_full: share of episodes that asked for a response for which the context had no room
     - turns/mean
     - pass_rate: share of episodes that pass
 
@@ -117,9 +178,15 @@ def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[
         return {}
     count = len(episodes)
     lengths = [response_length(episode) for episode in episodes]
-    spreads = [group.rewards.std(ddof=1, dtype=np.float64) for group in groups if len(group.episodes) > 1]
+    compared = [rewards for group in groups for rewards in group.compared()]
+    spreads = [rewards.std(ddof=1, dtype=np.float64) for rewards in compared if len(rewards) > 1]
     greedy = [group.greedy.reward for group in groups if group.greedy is not None]
     cut = sum(any(trajectory.stop != "stop" for trajectory in episode.trajectories) for episode in episodes)
+    agents: dict[str, list[float]] = {}
+    for played in episodes:
+        for t in played.trajectories:
+            if t.agent:
+                agents.setdefault(t.agent, []).append(played.reward if t.rewards is None else t.reward)
     named = {
         name: [episode.rewards[name] for episode in episodes if name in episode.rewards]
         for name in reward_names(episodes)
@@ -132,10 +199,12 @@ def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[
         **{f"reward/{name}": mean(sum(values), len(values)) for name, values in named.items()},
         "reward/mean": mean(sum(episode.reward for episode in episodes), count),
         **({"reward/std": mean(float(sum(spreads)), len(spreads))} if spreads else {}),
+        **{f"reward/{agent}/mean": mean(sum(values), len(values)) for agent, values in agents.items()},
         **({"reward/greedy": mean(sum(greedy), len(greedy))} if greedy else {}),
         "response_length/mean": mean(sum(lengths), count),
         "response_length/max": largest(max(lengths)),
         "response_length/cut": mean(cut, count),
+        "context_full": mean(sum(episode.context_full for episode in episodes), count),
         "turns/mean": mean(sum(episode.turns for episode in episodes), count),
         **({"pass_rate": mean(sum(passed), len(passed))} if passed else {}),
     }
@@ -147,8 +216,9 @@ def record(group: Group) -> list[dict[str, Any]]:
 
 
 def _row(group: int, episode: Episode) -> dict[str, Any]:
+    recorded = any(t.rewards is not None for t in episode.trajectories)
     # Plain lists: for a few dozen tokens they are several times faster than a NumPy reduction.
-    produced = [v for t in episode.trajectories for v in t.versions[t.loss_mask].tolist()]
+    produced = [v for t in episode.trajectories for v in t.versions[t.versions >= 0].tolist()]
     return {
         "group": group,
         "environment": episode.environment,
@@ -164,5 +234,19 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         **({} if episode.answer is None else {"answer": episode.answer}),
         **({"undecided": list(episode.undecided)} if episode.undecided else {}),
         **({} if episode.gold is None else {"gold": episode.gold}),
+        **({} if episode.difficulty is None else {"difficulty": episode.difficulty}),
+        **({"addressed": [_addressed(t) for t in episode.trajectories]} if recorded else {}),
         "messages": [{"role": role, "content": text} for role, text in episode.messages],
     }
+
+
+def _addressed(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the rewards of a sequence as builtins, and its rewards of turns with the number of the turn."""
+    spans = [
+        {"turn": number, "name": span.name, "value": span.value}
+        for number, (begin, end) in enumerate(trajectory.turns)
+        for span in trajectory.spans
+        if begin <= span.begin < end
+    ]
+    rewards = dict(trajectory.rewards or {})
+    return {"agent": trajectory.agent, "reward": trajectory.reward, "rewards": rewards, "turns": spans}

@@ -2,19 +2,20 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 
 from attrs import evolve, field, frozen
 
 from whet.data.records import Episode, Group, Sampling, gold_answer
-from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
+from whet.errors import ContextFull, EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
-from whet.interfaces.environment import checked_rewards, stated_answer
+from whet.interfaces.environment import GroupRewarding, checked_rewards, stated_answer
 from whet.interfaces.undecided import note, noted
 from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.recorded import Assignment, RecordedModel, Sequences
+from whet.rollout.rewards import addressed, total_reward, with_rewards
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
@@ -54,9 +55,30 @@ class Player(Sequences):
             likeliest = evolve(self, sampling=evolve(self.sampling, temperature=0.0))
             playing.append(likeliest.episode(assignment, samples))
         episodes = await gather_or_cancel(playing)
+        episodes = await self.group_rewarded(assignment, episodes)
         sampled, further = episodes[:samples], episodes[samples:]
         one = further[0] if further else None
         return Group(assignment.index, assignment.route.name, assignment.position, tuple(sampled), one)
+
+    async def group_rewarded(self, assignment: Assignment, episodes: list[Episode]) -> list[Episode]:
+        """Return the episodes of a group with the rewards that compare them, if the environment gives such rewards.
+
+        Raises `EpisodeFailed`.
+        """
+        environment, weights = assignment.route.environment, assignment.route.environment.reward_weights
+        if not isinstance(environment, GroupRewarding) or not episodes:
+            return episodes
+        try:
+            async with self._time_limit():
+                given = await environment.group_rewards(assignment.task, tuple(episodes))
+            if len(given) != len(episodes):
+                raise EpisodeError(f"group_rewards gave {len(given)} items for {len(episodes)} episodes")
+            further = [checked_rewards(one, assignment.route.name, further=True) for one in given]
+            return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
+        except WorkerError:
+            raise
+        except Exception as error:
+            raise self._failure(assignment, "group_rewards", 1, error) from error
 
     async def episode(self, assignment: Assignment, sample: int) -> Episode:
         """Play an episode. If it fails, play it again with fresh randomness. Raises `EpisodeFailed` after the last
@@ -92,7 +114,7 @@ class Player(Sequences):
             allowed = self.infrastructure_retries if kind == "infrastructure" else self.retries
             if failures[kind] > allowed or not getattr(cause, "again", True):
                 assignment.tally[kind] += 1
-                raise self._failure(assignment, sample, failures.total(), cause) from cause
+                raise self._failure(assignment, f"sample {sample}", failures.total(), cause) from cause
             assignment.tally["retried"] += 1
             attempt += kind == "failed" or failures[kind] > 1
             await fail_fast.before_another()
@@ -102,10 +124,10 @@ class Player(Sequences):
     def _fail_fast_of(self, environment: str) -> FailFast:
         return self.fail_fast.setdefault(environment, FailFast(environment))
 
-    def _failure(self, assignment: Assignment, sample: int, failures: int, cause: BaseException) -> EpisodeFailed:
+    def _failure(self, assignment: Assignment, what: str, failures: int, cause: BaseException) -> EpisodeFailed:
         times = f"{failures} times" if failures > 1 else "once"
         return EpisodeFailed(
-            f"environment {assignment.route.name!r}, task {assignment.position}, sample {sample} failed {times}; "
+            f"environment {assignment.route.name!r}, task {assignment.position}, {what} failed {times}; "
             f"last: {in_words(cause)}",
             is_infrastructure(cause),
         )
@@ -115,44 +137,51 @@ class Player(Sequences):
         model = RecordedModel(self, assignment, sample, attempt)
         with noted() as undecided:
             try:
-                async with self.gate.time_limit(self.deadline_seconds) as deadline:
+                async with self._time_limit():
                     with ungrouped():
                         given = await route.environment.run(assignment.task, model)
-                rewards = checked_rewards(given, route.name)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                raise InfrastructureError(
-                    f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
-                ) from None
-            except Undecided as error:
+                further = bool(model.recorded) or isinstance(route.environment, GroupRewarding)
+                rewards = checked_rewards(given, route.name, further=further)
+            except (Undecided, ContextFull) as error:
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
-                if not undecided:
+                if isinstance(error, Undecided) and not undecided:
                     note(str(error))
         sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")
+        played = {i: sequence.trajectory() for i, sequence in enumerate(model.sequences) if sequence.turns}
+        weights = route.environment.reward_weights
+        trajectories, rewards = addressed(played, model.recorded, rewards, weights)
         return Episode(
             environment=route.name,
             task=assignment.position,
             sample=sample,
-            trajectories=tuple(sequence.trajectory() for sequence in sequences),
+            trajectories=trajectories,
             rewards=rewards,
-            reward=total_reward(rewards, route.environment.reward_weights),
+            reward=total_reward(rewards, weights),
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.text) for message in sequences[0].messages),
             task_id=assignment.task.id,
             answer=stated_answer(route.environment, sequences[0].messages) if self.answers else None,
             undecided=tuple(undecided),
             gold=gold_answer(assignment.task),
+            difficulty=assignment.difficulty,
         )
+
+    @asynccontextmanager
+    async def _time_limit(self) -> AsyncIterator[None]:
+        """Raise `InfrastructureError` in place of `TimeoutError` if the body takes longer than an episode may take."""
+        try:
+            async with self.gate.time_limit(self.deadline_seconds) as deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise InfrastructureError(
+                f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
+            ) from None
 
 
 def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:
     """Return the sampling with the chat template's end-of-turn tokens as stop tokens."""
     return evolve(sampling, stop_tokens=(*chat.stop_tokens, *sampling.stop_tokens))
-
-
-def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the named rewards. A name without a weight has weight 1."""
-    return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))

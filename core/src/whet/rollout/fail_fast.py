@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from whet.errors import EpisodeError, InfrastructureError, Undecided, WorkerError, in_words, place_of
+from whet.errors import ContextFull, EpisodeError, InfrastructureError, Undecided, WorkerError, in_words, place_of
 
 FIRST_GROUPS = 8
 """Number of groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
@@ -29,8 +29,8 @@ def ungrouped() -> Iterator[None]:
     """Replace an exception group, e.g. of an `asyncio.TaskGroup`, with one of its errors if that error describes the
     group.
 
-    A `WorkerError` replaces any group that contains it. An `Undecided`, or an error of the infrastructure, replaces
-    only a group of such errors: beside another error of the environment, that one counts.
+    A `WorkerError` replaces any group that contains it. An `Undecided`, a `ContextFull`, or an error of the
+    infrastructure replaces only a group of such errors: beside another error of the environment, that one counts.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def ungrouped() -> Iterator[None]:
         for error in found:
             if isinstance(error, WorkerError):
                 raise error from group
-        if all(isinstance(error, Undecided) for error in found) or all(map(is_infrastructure, found)):
+        if all(isinstance(error, Undecided | ContextFull) for error in found) or all(map(is_infrastructure, found)):
             raise found[0] from group
         raise
 

@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -20,13 +20,14 @@ from attrs import evolve, field, frozen
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn
-from whet.errors import EpisodeError, PluginError, WhetError
+from whet.errors import ContextFull, EpisodeError, PluginError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
-from whet.interfaces.environment import Address
+from whet.interfaces.environment import Address, EpisodeInfo, checked_rewards
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.complete import complete
 from whet.rollout.gate import Gate
+from whet.rollout.rewards import RecordedReward
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class Assignment:
     index: int
     """Index of the group: order of admission in training, position of the task in evaluation. Randomness is derived
     from it."""
+    step: int = 0
+    """Number of finished steps when the group was admitted."""
+    difficulty: float | None = None
+    """Difficulty of all episodes of the group, if the environment has one; see `Adaptive`."""
     prompts: Prompts = field(factory=dict)
     """Prompts of the group, filled while playing."""
     tally: Counter[str] = field(factory=Counter)
@@ -69,19 +74,12 @@ class Sequences:
     """The run's seed."""
     purpose: str
     """Keeps the randomness of training and evaluation apart."""
+    training: bool = field(default=True, kw_only=True)
+    """Whether the episodes are trained on."""
     gate: Gate = field(factory=Gate, kw_only=True)
     """The gate that requests pass on their way to the generator."""
     endpoints: Endpoints = field(factory=InstalledEndpoints, kw_only=True)
     """Opens the endpoints of episodes."""
-
-
-class NoRoom(WhetError):  # noqa: N818 - it says what there is not
-    """The context leaves no room for a response; nothing was appended."""
-
-    def __init__(self, length: int, limit: int) -> None:
-        super().__init__(f"a prompt of {length} tokens leaves no room for a response in {limit}")
-        self.length = length
-        """Length of the prompt, in tokens."""
 
 
 class RecordedModel:
@@ -91,28 +89,44 @@ class RecordedModel:
 
     def __init__(
         self, shared: Sequences, assignment: Assignment, sample: int, attempt: int,
-        sequences: "list[RecordedModel] | None" = None, tools: Tools = (),
+        beside: "RecordedModel | None" = None, tools: Tools = (), agent: str = "",
     ) -> None:  # fmt: skip
-        """Begin a sequence without history."""
+        """Begin a sequence without history, in the episode of the sequence `beside` if there is one."""
         self._tools, self._chat = tools, shared.chat.with_tools(tools) if tools else shared.chat
         self._shared, self._assignment, self._sample_attempt = shared, assignment, (sample, attempt)
-        self.sequences: list[RecordedModel] = [] if sequences is None else sequences
+        self.agent = agent
+        self.sequences: list[RecordedModel] = [] if beside is None else beside.sequences
         """All sequences of the episode, in the order in which they were started."""
+        self.recorded: list[RecordedReward] = [] if beside is None else beside.recorded
+        """The rewards that the episode has recorded."""
         self._fork = len(self.sequences)
         self.sequences.append(self)
         self.messages: Conversation = ()
         """The conversation so far, for the chat template and for records."""
         self._tokens: IntArray = _NO_TOKENS
-        self._completions: list[tuple[int, Completion]] = []  # (position of its first token, completion)
+        # (position of its first token, completion, whether it is trained on)
+        self._completions: list[tuple[int, Completion, bool]] = []
         self._offsets = [(0, 0)]  # (tokens, messages) at the start and after each completion
         self._full = self._busy = False
 
-    def fork(self) -> "RecordedModel":
+    @property
+    def episode(self) -> EpisodeInfo:
+        """See `Model.episode`."""
+        shared, assignment, (sample, attempt) = self._shared, self._assignment, self._sample_attempt
+        of_group = derive_seed(shared.seed, f"environment {shared.purpose}", assignment.index)
+        return EpisodeInfo(
+            assignment.route.split, shared.training, assignment.position, assignment.index, sample,
+            derive_seed(of_group, "sample", sample, attempt), of_group, assignment.step, assignment.difficulty,
+        )  # fmt: skip
+
+    def fork(self, agent: str = "") -> "RecordedModel":
         """Start another sequence of the same episode with the history so far, and return it.
 
         The model's tokens up to here count for the loss only in the sequence in which they were produced.
         """
-        return self.fork_after(self.turns)
+        other = self.fork_after(self.turns)
+        other.agent = agent or self.agent
+        return other
 
     def fork_after(self, turns: int) -> "RecordedModel":
         """Start another sequence with the history as it was after `turns` completions of this one, and return it."""
@@ -124,7 +138,30 @@ class RecordedModel:
 
     def fresh(self, tools: Tools = ()) -> "RecordedModel":
         """Start another sequence of the same episode, without history, and return it."""
-        return RecordedModel(self._shared, self._assignment, *self._sample_attempt, self.sequences, tools)
+        return RecordedModel(self._shared, self._assignment, *self._sample_attempt, self, tools, self.agent)
+
+    def reward(
+        self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
+        tokens: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """See `Model.reward`. Raises `EpisodeError` if there is no such address, or the value is not finite."""
+        ((name, number),) = checked_rewards({name: value}, self._assignment.route.name).items()
+        if of == "agent" and tokens is None:
+            self.recorded.append(RecordedReward(name, number, self.agent))
+            return
+        if not self._completions:
+            raise EpisodeError(f"it gave the reward {name!r} to a {of} of a sequence without a response")
+        if of == "sequence" and tokens is None:
+            self.recorded.append(RecordedReward(name, number, self.agent, self._fork))
+            return
+        begin, completion, _ = self._completions[-1]
+        first, last = tokens or (0, len(completion.tokens))
+        if of != "turn" or not 0 <= first < last <= len(completion.tokens):
+            raise EpisodeError(
+                f"it gave the reward {name!r} to the tokens {tokens} of a {of}; wanted a turn, and tokens from 0 to "
+                f"{len(completion.tokens)}"
+            )
+        self.recorded.append(RecordedReward(name, number, self.agent, self._fork, (begin + first, begin + last)))
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible address at which an external agent plays the episode."""
@@ -140,20 +177,33 @@ class RecordedModel:
         tokens, messages = self._offsets[turns]
         return self._tokens[:tokens], self.messages[:messages]
 
-    async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Append messages to the history, sample a response, and return it.
-
-        If the context leaves no room for a response, nothing is appended, and this and all later replies have no text
-        and the stop `length`. A first prompt that leaves no room is an error.
-        """
+    async def reply(
+        self, messages: str | Message | Sequence[Message], *, max_tokens: int | None = None, stop: Sequence[str] = (),
+        temperature: float | None = None, prefill: str = "",
+    ) -> Reply:  # fmt: skip
+        """See `Model.reply`. Raises `ContextFull`; for a first prompt, which never fits, `EpisodeError`."""
+        own = self._shared.sampling
+        sampling = evolve(
+            own,
+            max_tokens=own.max_tokens if max_tokens is None else max(1, min(max_tokens, own.max_tokens)),
+            temperature=own.temperature if temperature is None else temperature,
+            stop=(*own.stop, *stop),
+        )
         try:
-            turn = await self.turn(conversation(messages), self._shared.sampling)
-        except NoRoom as error:
-            return await self._out_of_room(error.length)
+            turn = await self.turn(conversation(messages), sampling, prefill=prefill)
+        except ContextFull as error:
+            if len(self._tokens):
+                raise
+            raise EpisodeError(
+                f"its prompt of {error.length} tokens leaves no room for a response in {self._shared.max_context}; "
+                "raise rollout.max_context or leave the task out"
+            ) from error
         return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop)
 
-    async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
-        """Append messages, sample a response, and return the turn. Raises `NoRoom`.
+    async def turn(
+        self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None, prefill: str = ""
+    ) -> Turn:
+        """Append messages, sample a response, and return the turn. Raises `ContextFull`.
 
         tokens [appended]: append these instead of the tokens that the chat template makes of the messages.
         """
@@ -161,18 +211,22 @@ class RecordedModel:
             raise EpisodeError("it asked one sequence twice at the same time; use model.fork() for each")
         self._busy = True
         try:
-            return await self._turn(messages, sampling, tokens)
+            return await self._turn(messages, sampling, tokens, prefill)
         finally:
             self._busy = False
 
-    async def _turn(self, messages: Conversation, sampling: Sampling, appended: IntArray | None) -> Turn:
+    async def _turn(self, messages: Conversation, sampling: Sampling, appended: IntArray | None, prefill: str) -> Turn:
         shared = self._shared
         if self._full:
-            raise NoRoom(len(self._tokens), shared.max_context)
+            await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
+            raise ContextFull(len(self._tokens), shared.max_context)
         prefix, tokens = self._tokens_with(messages, appended)
+        if prefill:
+            prefix, tokens = "", np.concatenate([tokens, self._chat.encode(prefill)])
         room = shared.max_context - len(tokens) if shared.max_context else sampling.max_tokens
         if room < 1:
-            raise NoRoom(len(tokens), shared.max_context)
+            self._full = len(self._tokens) > 0
+            raise ContextFull(len(tokens), shared.max_context)
         position = (self._assignment.index, *self._sample_attempt, self._fork, len(self._completions))
         request = Request(
             id=f"{shared.purpose}-" + "-".join(map(str, position)),
@@ -184,8 +238,9 @@ class RecordedModel:
         async with shared.gate:
             completion = await complete(shared.generator, request, shared.chat.decode)
         completion = checked_completion(completion, request)
-        text = shared.chat.decode(completion.tokens)
-        self._completions.append((len(tokens), completion))
+        text = prefill + shared.chat.decode(completion.tokens)
+        trained = sampling.temperature == shared.sampling.temperature
+        self._completions.append((len(tokens), completion, trained))
         self._tokens = np.concatenate([tokens, completion.tokens])
         self.messages = (*self.messages, *messages, Message("assistant", text))
         self._offsets.append((len(self._tokens), len(self.messages)))
@@ -206,16 +261,6 @@ class RecordedModel:
             prompts[key] = (name, self._chat.prompt(messages))
         return prompts[key]
 
-    async def _out_of_room(self, length: int) -> Reply:
-        if not len(self._tokens):
-            raise EpisodeError(
-                f"its prompt of {length} tokens leaves no room for a response in {self._shared.max_context}; "
-                "raise rollout.max_context or leave the task out"
-            )
-        self._full = True
-        await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
-        return Reply("", (), "length")
-
     def trajectory(self) -> Trajectory:
         """Return the recorded sequence. A fork's history is part of its prompt: its parent's sequence trains those
         tokens.
@@ -223,14 +268,17 @@ class RecordedModel:
         length = len(self._tokens)
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         versions = np.full(length, -1, np.int32)
-        for begin, completion in self._completions:
+        for begin, completion, trained in self._completions:
             end = begin + len(completion.tokens)
-            mask[begin:end] = True
-            logprobs[begin:end] = completion.logprobs
+            mask[begin:end] = trained
+            logprobs[begin:end] = completion.logprobs if trained else 0.0
             for first, version in completion.versions:
                 versions[begin + first : end] = version
         prompt_length, stop = self._completions[0][0], self._completions[-1][1].stop
-        return Trajectory(self._tokens, mask, logprobs, versions, prompt_length, "length" if self._full else stop)
+        return Trajectory(
+            self._tokens, mask, logprobs, versions, prompt_length, "context" if self._full else stop,
+            tuple((begin, begin + len(completion.tokens)) for begin, completion, _ in self._completions), self.agent,
+        )  # fmt: skip
 
 
 def checked_completion(completion: Completion, request: Request) -> Completion:

@@ -41,11 +41,15 @@ class Slot:
     """The last take that may return it. Takes are counted from 1 in each attempt of the run."""
     outcome: Literal["playing", "kept", "filtered", "dropped"] = "playing"
     group: Group | None = None
-    """The finished group, if it was kept."""
+    """The finished group, if it was kept or filtered."""
     finished: int = 0
     """Its place in the order in which groups finished; 0 while it plays."""
     tally: Counter[str] = field(factory=Counter)
     """Its episodes by outcome."""
+    step: int = 0
+    """Number of finished steps at its admission."""
+    difficulty: float | None = None
+    """Difficulty of its episodes, if its environment has one."""
 
     @property
     def counts(self) -> bool:

@@ -32,6 +32,8 @@ from whet.data.records import Group, Sampling
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
+from whet.interfaces.environment import Adaptive
+from whet.interfaces.state import load_states, states
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.collate import collate, rollout_metrics
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
@@ -167,7 +169,7 @@ class RolloutStream:
         """Return the position in the data as builtins.
 
         `groups`: for each environment, the groups before the first one that was not consumed; `beyond`: consumed groups
-        after it.
+        after it; `states`: the states of environments and filters, if they have any.
         """
         return self.loop.call(self._position)
 
@@ -183,6 +185,7 @@ class RolloutStream:
             raise WhetError("a stream that has given batches cannot be restored; restore it before the first take")
         self._admitted = [int(groups[name]) for name in names]
         self._skipped = {int(index) for index in state["beyond"]}
+        load_states(self._stateful(), state.get("states", {}))
 
     def close(self) -> None:
         """Cancel all episodes. Safe to call twice."""
@@ -221,11 +224,27 @@ class RolloutStream:
         gone = {slot.index: slot.route for slot in (*chosen, *ended)}
         self._slots = [slot for slot in self._slots if slot.index not in gone]
         self._beyond |= gone
+        self._show(sorted((*chosen, *ended), key=lambda slot: slot.index))
         return Consumed(
             trained=tuple(slot.group for slot in chosen if slot.group is not None),
             filtered=tuple(slot.index for slot in ended if slot.outcome == "filtered"),
             dropped=tuple(slot.index for slot in ended if slot.outcome == "dropped"),
         )
+
+    def _show(self, ended: Sequence[Slot]) -> None:
+        """Show each curriculum the groups of its environment that were consumed."""
+        for route, one in enumerate(self._routes):
+            if isinstance(one.environment, Adaptive):
+                with self._following(one.name):
+                    one.environment.observe([slot.group for slot in ended if slot.route == route and slot.group])
+
+    @contextmanager
+    def _following(self, environment: str) -> Iterator[None]:
+        """End the stream if the body, which asks an environment's curriculum, raises."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(WhetError(f"the curriculum of environment {environment!r} failed: {in_words(error)}"), error)
 
     def _admit(self) -> None:
         """Admit as many groups as the rules allow."""
@@ -244,7 +263,12 @@ class RolloutStream:
         route = self._next_route()
         name, tasks = self._routes[route].name, self._tasks[route]
         task = shuffled(self._seed, f"tasks of {name}", position[route], len(tasks))
-        return Slot(index, route, task, due=self._pacing.due(self._takes, self._taking))
+        due, environment = self._pacing.due(self._takes, self._taking), self._routes[route].environment
+        slot = Slot(index, route, task, due, step=self._version)
+        if isinstance(environment, Adaptive):
+            with self._following(name):
+                slot.difficulty = float(environment.difficulty())
+        return slot
 
     def _next_route(self) -> int:
         route = choose(self._weights, self._admitted)
@@ -253,8 +277,10 @@ class RolloutStream:
 
     async def _play(self, slot: Slot) -> None:
         try:
-            task = self._tasks[slot.route][slot.task]
-            assignment = Assignment(self._routes[slot.route], task, slot.task, slot.index, tally=slot.tally)
+            route, task = self._routes[slot.route], self._tasks[slot.route][slot.task]
+            if slot.difficulty is not None and isinstance(route.environment, Adaptive):
+                task = route.environment.adapted(task, slot.difficulty)
+            assignment = Assignment(route, task, slot.task, slot.index, slot.step, slot.difficulty, tally=slot.tally)
             self._settle(slot, await self._player.group(assignment, self._group_size, self._greedy))
         except (WorkerError, BrokenEnvironment) as error:
             self._fail(error)
@@ -274,8 +300,9 @@ class RolloutStream:
             return
         self._in_a_row["failed"] = self._in_a_row["infrastructure"] = 0
         self._finish(slot)
+        slot.group = group
         if kept:
-            slot.outcome, slot.group = "kept", group
+            slot.outcome = "kept"
             self._in_a_row["filtered"] = 0
             return
         slot.outcome = "filtered"
@@ -326,7 +353,13 @@ class RolloutStream:
         self._beyond = {index: route for index, route in self._beyond.items() if index > first}
         ahead = Counter([*(slot.route for slot in self._slots), *self._beyond.values()])
         groups = {route.name: self._admitted[i] - ahead[i] for i, route in enumerate(self._routes)}
-        return {"groups": groups, "beyond": sorted([*self._beyond, *self._skipped])}
+        position = {"groups": groups, "beyond": sorted([*self._beyond, *self._skipped])}
+        return {**position, "states": found} if (found := states(self._stateful())) else position
+
+    def _stateful(self) -> dict[str, object]:
+        """Return the components of the stream that may have a state, by name."""
+        filters = {f"filter {i}": one for i, one in enumerate(self._filters)}
+        return {**filters, **{f"environment {route.name}": route.environment for route in self._routes}}
 
     def _count(self, consumed: Consumed) -> dict[str, Metric]:
         """Return the metrics since the last take. Raises `WhetError` if a group is older than `max_staleness`."""
@@ -370,4 +403,7 @@ class RolloutStream:
 
 def oldest_versions(group: Group) -> list[int]:
     """Return the oldest weight version among the trained tokens of each sequence."""
-    return [int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories]
+    return [
+        int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories
+        if t.loss_mask.any()
+    ]  # fmt: skip

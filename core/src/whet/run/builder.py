@@ -22,6 +22,7 @@ from whet.data.records import Sampling
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import RunInfo
+from whet.interfaces.state import Components
 from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
@@ -135,6 +136,9 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     else:
         for chosen in config.loggers:
             attempt.observers.add(chosen.name, build_selection(chosen, begun.info))
+    saved = run.saved.state if run.saved else {}
+    attempt.observers.load(saved.get("loggers", {}))
+    components = Components(saved.get("components", {}))
     sync = make_weight_sync(
         prepared.plan.way, folder.scratch, config.cluster, begun.worker_groups.cluster, attempt.spans,
         config.rollout.on_weight_update, attempt.closers,
@@ -164,16 +168,19 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     recording = models.within_turn(timed(attempt.spans, names={"score": "record"}))
     recorder = _recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat)
     served, per_step = ExitStack(), roles.algorithm.records_per_step
-    sinks = _sinks(attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close)
+    sinks = _sinks(
+        attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close, components
+    )
     steps = Steps(
         folder, config.run, run.done, config.evaluation.every, attempt.spans, sinks, begun.startup, run.total,
-        run.saved.state.get("algorithm", {}) if run.saved else {}, attempt.interrupts,
+        saved.get("algorithm", {}), attempt.interrupts,
     )  # fmt: skip
     attempt.closers.append(steps.close)
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
         "config": config,
-        "algorithm": build_selection(config.algorithm),
+        "algorithm": components.keep(config.algorithm, build_selection(config.algorithm)),
+        "keep": components.keep,
         "hooks": attempt.observers.hooks,
         "backend": models.backend,
         "roles": attempt.roles,
@@ -339,12 +346,12 @@ def _recorder(
 def _sinks(
     attempt: Attempt, begun: Begun, models: Models, stream: "RolloutStream | None", recorder: "Recorder",
     evaluate: Callable[[int], Metrics], probe: "Probe | None", keep: int, records_per_step: int | None,
-    hang_up: Callable[[], object],
+    hang_up: Callable[[], object], components: Components,
 ) -> "Sinks":  # fmt: skip
     """Return the functions that the end of a step calls. `hang_up` closes the endpoint of the run."""
     from whet.run.steps import Sinks
 
-    position = {"rollouts": stream.state() if stream else {}}
+    position: dict[str, Any] = {"rollouts": stream.state() if stream else {}}
     data = begun.inputs.data
 
     def records(step: int, batch: "Batch") -> Mapping[str, Any]:
@@ -359,6 +366,7 @@ def _sinks(
     def log_step(step: int, numbers: Mapping[str, float]) -> None:
         attempt.recovery.finished(step)
         attempt.observers.log(step, numbers)
+        position.update(components=components.state(), loggers=attempt.observers.state())
 
     def save(step: int, carried: Mapping[str, Any], ends: bool) -> None:
         if ends and models.turns.sides:  # the save would wait for the endpoint's requests in flight

@@ -1,11 +1,12 @@
 """Observers of a run: its loggers and the plugins' hooks. An observer that fails never ends the run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from whet.interfaces.logger import Logger
+from whet.interfaces.state import load_states, states
 from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -56,15 +57,28 @@ class Observers:
         """Send to loggers that the steps after this one are taken again; -1: all."""
         self._tell("rewind", step)
 
+    def state(self) -> dict[str, Any]:
+        """Return the states of the loggers that have one."""
+        found: dict[str, Any] = {}
+        self._each(lambda name, logger: found.update(states({name: logger})))
+        return found
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Send to loggers the states that a checkpoint has."""
+        self._each(lambda name, logger: load_states({name: logger}, saved))
+
     def close(self) -> None:
         """Close the loggers. Safe to call twice."""
         self._tell("close", self.failed)
         self._loggers.clear()
 
     def _tell(self, method: str, *args: Any) -> None:
+        self._each(lambda name, logger: getattr(logger, method)(*args))
+
+    def _each(self, call: Callable[[str, Logger], object]) -> None:
         for name, logger in list(self._loggers.items()):
             try:
-                getattr(logger, method)(*args)
+                call(name, logger)
             except (Exception, SystemExit) as error:
                 # A full dashboard, a lost connection or output that nobody reads any more (for which rich exits)
                 # must not cost a training run: the logger is dropped.

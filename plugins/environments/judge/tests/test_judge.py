@@ -11,7 +11,7 @@ from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError, EpisodeError, Undecided
 from whet.plugins.registry import load_plugins
-from whet.rollout.episode import total_reward
+from whet.rollout.rewards import total_reward
 from whet_env_judge.config import JudgeConfig, judge_facts
 from whet_env_judge.judge import Judge, Recorder
 from whet_testing.fakes import FakeModel

@@ -1,6 +1,10 @@
+import re
+
 import pytest
 
 from whet.errors import DataError
+from whet.interfaces.environment import Adaptive
+from whet.interfaces.state import Stateful
 from whet_env_math.arithmetic import Arithmetic, Problems, correct, demonstrations, held_out
 from whet_env_math.config import ArithmeticConfig
 
@@ -75,3 +79,20 @@ def test_demonstrations_are_right_and_of_both_kinds():
     assert 440 < worked < 560
     assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"]
     assert all("," not in r["messages"][1]["content"] for r in demonstrations(50, direct_share=1.0))
+
+
+def test_a_curriculum_begins_with_short_chains():
+    config = ArithmeticConfig(terms=5, easiest_terms=2)
+    environment = Arithmetic(config)
+    assert isinstance(environment, Adaptive)
+    assert isinstance(environment, Stateful)
+    assert environment.difficulty() == 2
+    for task in environment.tasks("train")[:50]:
+        assert environment.adapted(task, 5.0) == task
+        short = environment.adapted(task, 3.0)
+        assert short.id == "".join(re.split("([+-])", task.id)[:5])
+        assert str(totals(short.id)[-1]) == short.data["answer"]
+        assert short.prompt[0].text in (f"Compute {short.id}.", f"What is {short.id}?")
+    assert not isinstance(Arithmetic(ArithmeticConfig()), Adaptive)
+    with pytest.raises(ValueError, match="is 7, wanted 0, or from 2 to terms, which is 5"):
+        ArithmeticConfig(terms=5, easiest_terms=7)

@@ -280,6 +280,35 @@ def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
     )
 
 
+@frozen
+class TurnReturnsConfig:
+    """The discounted return of each turn, compared with the same turn of the group's other samples."""
+
+    gamma: float = field(default=1.0, validator=[ge(0), le(1)])
+    """Discount of a reward for each turn that it comes later."""
+    baseline: Literal["leave-one-out", "group-mean", "none"] = "leave-one-out"
+    """What is subtracted from a return: the mean over the group's other sequences that have this turn, the mean over
+    all of them, or nothing."""
+    scale: Literal["none", "group"] = "none"
+    """`group`: divide by the standard deviation of the returns of this turn in the group. `none`: no division."""
+    unbiased: bool = True
+    """Standard deviation with n - 1 rather than n in the denominator."""
+    epsilon: float = field(default=1.0e-4, validator=between(0, 1))
+    """Added to the standard deviation."""
+    singleton: Literal["zero", "reward"] = "zero"
+    """The advantage of a turn that no other sequence of the group has: 0, or its return."""
+
+
+@frozen
+class RoleBaselineConfig:
+    """The reward minus a moving average for each environment and agent: role-conditioned advantages of SPIRAL."""
+
+    decay: float = field(default=0.95, validator=[ge(0), le(1)])
+    """Share of the old average that remains after each sample."""
+    gamma: float = field(default=1.0, validator=[ge(0), le(1)])
+    """Discount of the advantage of a turn for each later turn of its sequence."""
+
+
 def group_facts(config: object, model: ModelInfo) -> AdvantagesFacts:
     """Return the smallest group of an estimator or a filter: 1 if it accepts a single sample of a task, else 2."""
     return AdvantagesFacts(least_group_size=1 if getattr(config, "singleton", "zero") == "reward" else 2)
@@ -294,3 +323,14 @@ def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo)
 def remax_facts(config: RemaxConfig, model: ModelInfo) -> AdvantagesFacts:
     """Return the facts about the estimator: it needs one more response for each group, the likeliest one."""
     return AdvantagesFacts(greedy_sample=True, token_advantages=config.per_token)
+
+
+def turn_returns_facts(config: TurnReturnsConfig, model: ModelInfo) -> AdvantagesFacts:
+    """Return the facts about the estimator: each turn has an advantage of its own."""
+    alone = config.baseline == "none" or config.singleton == "reward"
+    return AdvantagesFacts(least_group_size=1 if alone else 2, token_advantages=True)
+
+
+def role_baseline_facts(config: RoleBaselineConfig, model: ModelInfo) -> AdvantagesFacts:
+    """Return the facts about the estimator: with a discount, each turn has an advantage of its own."""
+    return AdvantagesFacts(token_advantages=config.gamma < 1)

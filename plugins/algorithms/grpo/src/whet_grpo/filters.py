@@ -1,6 +1,6 @@
 """Filters: decide which groups are trained on."""
 
-from whet.data.records import Episode, Group
+from whet.data.records import Group
 from whet.errors import DataError
 from whet_grpo.config import UnequalRewardsConfig
 
@@ -18,13 +18,10 @@ class UnequalRewards:
 
     def __call__(self, group: Group) -> bool:
         """Return whether to keep a group. Raises `DataError` if no environment returns the reward to compare."""
-        rewards = [self._reward(episode) for episode in group.episodes]
-        return min(rewards) < max(rewards)
-
-    def _reward(self, episode: Episode) -> float:
         name = self.config.reward
-        if name and name not in episode.rewards:
-            if episode.undecided:  # before the reward is known, its name may be missing
-                return 0.0
-            raise DataError(f"there is no reward {name!r} to compare; there is {', '.join(episode.rewards)}")
-        return episode.rewards[name] if name else episode.reward
+        for episode in group.episodes:
+            # The name may be missing where no reward is known yet, and where the environment records it.
+            silent = episode.undecided or any(t.rewards is not None for t in episode.trajectories)
+            if name and name not in episode.rewards and not silent:
+                raise DataError(f"there is no reward {name!r} to compare; there is {', '.join(episode.rewards)}")
+        return any(rewards.min() < rewards.max() for rewards in group.compared(name))

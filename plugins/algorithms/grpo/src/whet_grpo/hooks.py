@@ -53,6 +53,14 @@ def whet_advantages() -> Iterable[Component]:
         "whet_grpo.advantages:ReinforcePlusPlus",
         "whet_grpo.config:reinforce_plus_plus_facts",
     )
+    yield Component(
+        "turn-returns", sections.TurnReturnsConfig, "whet_grpo.advantages:TurnReturns",
+        "whet_grpo.config:turn_returns_facts",
+    )  # fmt: skip
+    yield Component(
+        "role-baseline", sections.RoleBaselineConfig, "whet_grpo.advantages:RoleBaseline",
+        "whet_grpo.config:role_baseline_facts",
+    )  # fmt: skip
 
 
 @hookimpl

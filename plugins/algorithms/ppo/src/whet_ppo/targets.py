@@ -11,7 +11,8 @@ from whet.data.metrics import Metric, mean
 from whet_ops.advantages import whiten
 from whet_ops.algorithms.config import KlRewardSection
 from whet_ops.algorithms.policy_steps import advantage_metrics, penalise_kl
-from whet_ops.gae import adaptive_lambda, at_last, explained_variance, gae
+from whet_ops.gae import adaptive_lambda, explained_variance, gae
+from whet_ops.members import placed_rewards
 from whet_ops.reductions import segment_sum
 from whet_ppo.config import GaeSection
 
@@ -26,13 +27,13 @@ def place_rewards(
 ) -> tuple[Batch, Metrics]:
     """Add the reward of each token in the column `token_rewards` [N].
 
-    The reward of an episode is at the last trained token of each of its sequences. The penalty for leaving the
-    reference is at every trained token. `reward` [B] does not include this penalty. For `carried` see
-    `policy_steps.penalise_kl`.
+    The rewards of turns and spans are where they are. All other rewards of a sequence are at its last trained token.
+    The penalty for leaving the reference is at every trained token. `reward` [B] does not include this penalty. For
+    `carried` see `policy_steps.penalise_kl`.
     """
     reward = np.asarray(batch["reward"])
     batch, metrics = penalise_kl(batch, section, carried)
-    placed = at_last(reward, batch["loss_mask"], batch["lengths"])
+    placed = placed_rewards(batch, reward, batch["loss_mask"])
     if section.weight:
         placed = placed + batch["token_rewards"]
     return batch.with_columns(reward=reward, token_rewards=placed.astype(np.float32)), metrics

@@ -54,6 +54,9 @@ class JudgeConfig:
     """The difference is divided by this. E.g. the standard deviation of the values on a held-out set."""
     clip: tuple[float, float] | None = field(default=None, validator=[_bounds, _CLIP])
     """Bounds of the scaled reward, e.g. `[-5, 5]`. null: none."""
+    rank: bool = False
+    """Whether the reward is the share of the group's other responses that the judge values lower, from 0 to 1; an equal
+    value counts half. The scale of the judge's values then does not matter. The value is recorded as `ROLE_value`."""
     too_long: Literal["refuse", "cut"] = "refuse"
     """How to treat a conversation that has more tokens than the judge has positions. `refuse`: a run is refused if
     `rollout.max_context` allows such a conversation. If a conversation has more tokens for the judge's tokenizer than

@@ -5,7 +5,8 @@ Every task is computed from its position. One expression in ten is held out by i
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, overload
 
@@ -13,10 +14,11 @@ from attrs import frozen
 
 from whet.data.messages import Message
 from whet.data.randomness import derive_seed
-from whet.data.records import Task
+from whet.data.records import Group, Task
 from whet.errors import DataError
 from whet.interfaces.environment import SingleTurn
 from whet_env_math.config import ArithmeticConfig
+from whet_ops.curriculum import PassRateCurriculum
 from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
 
 PHRASINGS = ("Compute {}.", "What is {}?")
@@ -48,7 +50,13 @@ class Problem:
 
 
 class Arithmetic(SingleTurn):
-    """The environment `arithmetic`: one turn, reward `correct`."""
+    """The environment `arithmetic`: one turn, reward `correct`. With `easiest_terms` it has a curriculum."""
+
+    difficulty: Callable[[], float]
+    adapted: Callable[[Task, float], Task]
+    observe: Callable[[Sequence[Group]], None]
+    state: Callable[[], dict[str, Any]]
+    load: Callable[[Mapping[str, Any]], None]
 
     def __init__(self, config: ArithmeticConfig) -> None:
         splits = {
@@ -56,6 +64,10 @@ class Arithmetic(SingleTurn):
             "test": Problems(config, "test", config.test_tasks),
         }
         super().__init__(splits, rewards={"correct": correct}, answer=boxed_integer)
+        if config.easiest_terms:
+            curriculum = PassRateCurriculum(config.easiest_terms, config.terms)
+            self.difficulty, self.observe = curriculum.difficulty, curriculum.observe
+            self.state, self.load, self.adapted = curriculum.state, curriculum.load, shortened
 
 
 class Problems(Sequence[Task]):
@@ -101,6 +113,14 @@ def make_problem(draw: random.Random, split: str, config: ArithmeticConfig) -> P
         f"no chain for the split {split!r} was found among {MOST_DRAWS:,} with terms {config.terms}, largest_operand "
         f"{config.largest_operand} and largest_total {config.largest_total}; loosen one of them"
     )
+
+
+def shortened(task: Task, terms: float) -> Task:
+    """Return the task with the first numbers of its chain only."""
+    parts = re.split(r"([+-])", task.id)[: 2 * int(terms) - 1]
+    expression = "".join(parts)
+    answer = int(parts[0]) + sum(int(op + operand) for op, operand in zip(parts[1::2], parts[2::2], strict=True))
+    return Task(task.prompt[0].text.replace(task.id, expression), {"answer": str(answer)}, id=expression)
 
 
 def held_out(expression: str) -> bool:

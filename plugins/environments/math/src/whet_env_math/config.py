@@ -9,6 +9,11 @@ from whet.config.bounds import FACTOR, GROUP, PROCESSES, RECORDS, RETRIES, SECON
 from whet.data.model_info import ModelInfo
 
 
+def _easiest(instance: Any, attribute: Any, value: int) -> None:
+    if value and not 2 <= value <= instance.terms:
+        raise ValueError(f"is {value}, wanted 0, or from 2 to terms, which is {instance.terms}")
+
+
 @frozen
 class ArithmeticConfig:
     """Chains of additions and subtractions such as `Compute 7+8-3+6-1+2.`, generated on demand."""
@@ -25,6 +30,9 @@ class ArithmeticConfig:
     """Tasks in the split `test`. They come from the tenth of all expressions that `train` does not contain."""
     seed: int = field(default=0, validator=between(0, SEED))
     """Seed of the tasks. Another seed gives other tasks."""
+    easiest_terms: int = field(default=0, validator=_easiest)
+    """Numbers in a chain when training begins. Whenever the pass rate of the last 32 groups is at least 0.8, chains get
+    one number more, up to `terms`. A checkpoint saves the length. Evaluations always use `terms`. 0: always `terms`."""
 
 
 def _has_question(instance: object, attribute: Any, value: str) -> None:

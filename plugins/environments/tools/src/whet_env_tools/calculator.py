@@ -12,13 +12,14 @@ by its hash for the split `test`.
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, overload
 
 from whet.data.messages import Conversation, Message
 from whet.data.randomness import derive_seed
 from whet.data.records import Task
-from whet.errors import DataError
+from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
 from whet_env_tools.calculation import CALL, called
 from whet_env_tools.config import CalculatorConfig
@@ -50,8 +51,9 @@ class Calculator:
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play an episode: compute calls until a response has none or no turn is left. Returns the rewards."""
         answer, calls = await model.reply(task.prompt), 0
-        while calls + 1 < self._config.turns and (result := called(answer.text)) is not None:
-            answer, calls = await model.reply(Message(self._config.reply_role, result)), calls + 1
+        with suppress(ContextFull):  # the last response is then graded
+            while calls + 1 < self._config.turns and (result := called(answer.text)) is not None:
+                answer, calls = await model.reply(Message(self._config.reply_role, result)), calls + 1
         boxed = last_boxed(answer.text)
         correct = boxed is not None and is_integer(boxed, task.data["answer"])
         return {"correct": float(correct), "calls": float(calls)}

@@ -25,12 +25,11 @@ from attrs import frozen
 from whet.data.chat import RewrittenHistory
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import IntArray, Sampling
-from whet.errors import DataError
+from whet.errors import ContextFull, DataError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
 from whet.interfaces.environment import Address
 from whet.rollout.event_loop import gather_or_cancel
-from whet.rollout.recorded import NoRoom
 from whet_endpoint import responses
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener
@@ -119,7 +118,7 @@ class EpisodeResponder:
             return responses.response(request, name, await self._choices(request), self._chat.pieces)
         except ApiError:
             raise
-        except NoRoom as error:
+        except ContextFull as error:
             raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
         except Exception as error:  # the edge: any other error fails the episode, and the agent learns nothing of it
             self._scope.fail(error)

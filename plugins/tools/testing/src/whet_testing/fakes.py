@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from attrs import evolve, frozen
@@ -22,7 +22,7 @@ from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
-from whet.interfaces.environment import Address
+from whet.interfaces.environment import Address, EpisodeInfo
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
@@ -62,21 +62,46 @@ class FakeModel:
         """The conversation so far."""
         self.forks: list[FakeModel] = []
         """The sequences that `fork` started from this one."""
+        self.agent = ""
+        """The agent of the sequence; see `Model.fork`."""
+        self.rewards: list[tuple[str, float, str]] = []
+        """The recorded rewards of this sequence: name, value, and `turn`, `sequence` or `agent`."""
+        self.episode = EpisodeInfo("train", True, 0, 0, 0, seed=1, group_seed=2)
+        """What the environment is told about the episode. Replace it to test another split, sample or difficulty."""
 
-    async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Append messages to the conversation, and return the next answer."""
+    async def reply(
+        self,
+        messages: str | Message | Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        prefill: str = "",
+    ) -> Reply:
+        """Append messages to the conversation, and return the next answer, after the prefill."""
         await asyncio.sleep(0)
         self.messages.extend(conversation(messages))
-        text = self._next(tuple(self.messages))
+        text = prefill + self._next(tuple(self.messages))
         self.messages.append(Message("assistant", text))
         return Reply(text, tuple(text.encode(errors="replace")), self._stop)
 
-    def fork(self) -> "FakeModel":
+    def fork(self, agent: str = "") -> "FakeModel":
         """Return another sequence with the history so far. All sequences take their answers from one script."""
         other = FakeModel(self._next, self._stop)
-        other.messages = self.messages[:]
+        other.messages, other.agent, other.episode = self.messages[:], agent or self.agent, self.episode
         self.forks.append(other)
         return other
+
+    def reward(
+        self,
+        name: str,
+        value: float,
+        *,
+        of: Literal["turn", "sequence", "agent"] = "turn",
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
+        """Record a reward of this sequence in `rewards`."""
+        self.rewards.append((name, float(value), of))
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an endpoint that answers by the script. `messages` becomes the last conversation of the endpoint."""

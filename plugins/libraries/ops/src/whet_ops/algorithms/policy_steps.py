@@ -20,6 +20,7 @@ from whet.data.metrics import Metric, largest, mean, smallest
 from whet_ops import correction
 from whet_ops.algorithms.config import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
 from whet_ops.kl import kl_estimate, log_ratio
+from whet_ops.members import of_members
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
 from whet_ops.shaping import adapted_weight, overlong_penalty
 
@@ -107,7 +108,7 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
     """Subtract the penalty for long responses from their reward. The penalty is also the named reward `overlong`."""
     if not section.penalty:
         return batch, {}
-    sizes = of_episodes(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
+    sizes = of_members(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
     penalty = section.penalty * overlong_penalty(sizes, section.length or max_tokens, section.buffer, section.bounded)
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
 
@@ -130,7 +131,7 @@ def penalise_kl(
     weight = _kl_weight(section, carried)
     kl, mask = _divergence(batch, section), batch["loss_mask"]
     costs = (-weight * kl).astype(np.float32)
-    totals = of_episodes(batch, segment_sum(costs, batch["lengths"]))
+    totals = of_members(batch, segment_sum(costs, batch["lengths"]))
     charged = add_reward(batch, "kl", totals.astype(np.float32))
     charged = charged.with_columns(token_rewards=costs, task_reward=np.asarray(batch["reward"], np.float32))
     metrics: Metrics = {"kl_reference/reward": mean(float(kl.sum()), int(mask.sum()))}
@@ -186,12 +187,6 @@ def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection)
         return batch.with_columns(loss_mask=chosen), metrics
     advantages = of_tokens(batch, "advantages")
     return batch.with_columns(advantages=np.where(chosen, advantages, np.float32(0)).astype(np.float32)), metrics
-
-
-def of_episodes(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
-    """Return for each sequence the sum of values over its episode. values [B] -> [B]."""
-    _, episode = np.unique(np.asarray(batch["episode"]), return_inverse=True)
-    return np.asarray(np.bincount(episode, values)[episode])
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:

@@ -1,0 +1,66 @@
+"""State that a component carries from step to step, apart from weights, e.g. a moving baseline or a curriculum.
+
+Algorithms, advantage estimators, filters, environments and loggers may have the methods of `Stateful`. Every checkpoint
+saves the state after its step, and a run that resumes from it loads the state before it continues.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from whet.component import Selection
+from whet.errors import PluginError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optional extension of a component: state that checkpoints save."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as builtins that JSON stores exactly: a float keeps its last bit, a key must be a string."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state` returned."""
+        ...
+
+
+def states(components: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of the state of each component that has one. Raise `PluginError` if JSON would change it."""
+    found = {}
+    for name, component in components.items():
+        if isinstance(component, Stateful):
+            state = component.state()
+            try:
+                found[name] = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise PluginError(f"state() of {name} gave what JSON cannot store: {error}") from error
+            if found[name] != state:
+                raise PluginError(f"state() of {name} gave {state!r:.200}; JSON returns {found[name]!r:.200}")
+    return found
+
+
+def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> None:
+    """Load the saved state of each component that has one. A checkpoint of before may lack it."""
+    for name, component in components.items():
+        if name in saved and isinstance(component, Stateful):
+            component.load(saved[name])
+
+
+class Components:
+    """The built components of a run whose states a checkpoint saves."""
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self._saved = saved
+        self._built: dict[str, object] = {}
+
+    def keep(self, selection: Selection, component: Any) -> Any:
+        """Load the saved state of a component if it has one, and return the component."""
+        name = f"{selection.kind}-{selection.name}-{len(self._built)}"
+        self._built[name] = component
+        load_states({name: component}, self._saved)
+        return component
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of all components that have one."""
+        return states(self._built)

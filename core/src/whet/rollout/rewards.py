@@ -1,0 +1,81 @@
+"""The rewards of an episode, each with its address: the episode, an agent, a sequence, a turn, or tokens of a turn.
+
+The environment has two ways to set a reward:
+
+given     returned by the environment, or by its `group_rewards`: every sequence has them
+recorded  by `model.reward`: the sequences that the address includes have them
+"""
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve, frozen
+
+from whet.data.records import Episode, SpanReward, Trajectory
+from whet.errors import EpisodeError
+
+
+@frozen
+class RecordedReward:
+    """One recorded reward."""
+
+    name: str
+    value: float
+    agent: str
+    sequence: int | None = None
+    """Number of the sequence in the episode. None: every sequence of the agent."""
+    span: tuple[int, int] | None = None
+    """The first token and the one after the last, as positions in the sequence. None: the whole sequence."""
+
+
+def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the weighted sum of the named rewards. A name without a weight has weight 1."""
+    return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
+
+
+def addressed(
+    sequences: Mapping[int, Trajectory],
+    recorded: Sequence[RecordedReward],
+    given: Mapping[str, float],
+    weights: Mapping[str, float],
+) -> tuple[tuple[Trajectory, ...], dict[str, float]]:
+    """Return the sequences of an episode with their rewards, and the rewards of the episode.
+
+    `sequences` maps the number of each sequence to the sequence. If no reward was recorded, the sequences have no
+    rewards of their own. Otherwise the rewards of the episode are the means over its sequences.
+    """
+    if not recorded:
+        return tuple(sequences.values()), dict(given)
+    names = dict.fromkeys([*given, *(one.name for one in recorded)], 0.0)
+    found = [_rewarded(sequences[i], i, recorded, {**names, **given}, weights) for i in sequences]
+    return tuple(found), {name: sum((t.rewards or {})[name] for t in found) / len(found) for name in names}
+
+
+def _rewarded(
+    trajectory: Trajectory,
+    number: int,
+    recorded: Sequence[RecordedReward],
+    given: Mapping[str, float],
+    weights: Mapping[str, float],
+) -> Trajectory:
+    rewards, own = dict(given), [one for one in recorded if one.sequence == number]
+    for one in recorded:
+        if one.sequence == number or (one.sequence is None and one.agent == trajectory.agent):
+            rewards[one.name] += one.value
+    spans = tuple(
+        SpanReward(one.name, one.value, *one.span, weights.get(one.name, 1.0)) for one in own if one.span is not None
+    )
+    reward = total_reward(rewards, weights)
+    return evolve(trajectory, rewards=rewards, reward=reward, spans=spans, apart=bool(own))
+
+
+def with_rewards(episode: Episode, further: Mapping[str, float], weights: Mapping[str, float]) -> Episode:
+    """Return an episode with further rewards of the whole episode. Raise `EpisodeError` if it has one of them."""
+    if taken := sorted(further.keys() & episode.rewards.keys()):
+        raise EpisodeError(f"group_rewards gave the reward {taken[0]!r}, which the episode has already")
+    added = total_reward(further, weights)
+    sequences = [
+        t if t.rewards is None else evolve(t, rewards={**t.rewards, **further}, reward=t.reward + added)
+        for t in episode.trajectories
+    ]
+    rewards = {**episode.rewards, **further}
+    return evolve(episode, trajectories=tuple(sequences), rewards=rewards, reward=total_reward(rewards, weights))

@@ -1,0 +1,137 @@
+"""Advantages where rewards have an address: of agents, of sequences, of turns."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.data.batch import Batch
+from whet_grpo.advantages import GroupMean, Rloo, RoleBaseline, TurnReturns
+from whet_grpo.config import GroupMeanConfig, RlooConfig, RoleBaselineConfig, TurnReturnsConfig
+from whet_ops.members import members_of
+
+ENV = [-1, -1]
+
+
+def batch_of(sequences: list[list[float]], group: list[int], **columns: Any) -> Batch:
+    """Return a batch in which each sequence has a prompt of two tokens and turns of two tokens with these rewards.
+
+    Two tokens of the environment follow each turn but the last one.
+    """
+    turn, spans, lengths = [], [], []
+    for rewards in sequences:
+        own, placed = list(ENV), [0.0, 0.0]
+        for number, reward in enumerate(rewards):
+            own += [number, number, *(ENV if number < len(rewards) - 1 else [])]
+            placed += [0.0, reward, *([0.0, 0.0] if number < len(rewards) - 1 else [])]
+        turn, spans, lengths = [*turn, *own], [*spans, *placed], [*lengths, len(own)]
+    turns = np.array(turn, np.int32)
+    reward = np.array([sum(rewards) for rewards in sequences], np.float32) + np.array(
+        columns.pop("final", [0.0] * len(sequences)), np.float32
+    )
+    return Batch(
+        {"tokens": np.zeros(len(turns), np.int64), "loss_mask": turns >= 0, "turn": turns,
+         "span_rewards": np.array(spans, np.float32)},
+        {"lengths": np.array(lengths), "prompt_lengths": np.full(len(lengths), 2), "unit": np.arange(len(lengths)), "group": np.array(group), "episode": np.arange(len(sequences)),
+         "reward": reward, **{name: np.array(column) for name, column in columns.items()}},
+    )  # fmt: skip
+
+
+def at_turns(batch: Batch, advantages: Any) -> list[list[float]]:
+    """Return the advantage of each turn of each sequence, after a check that all its tokens have it."""
+    found, start = [], 0
+    for length in batch["lengths"]:
+        own, values = batch["turn"][start : start + length], advantages[start : start + length]
+        start += length
+        assert (values[own < 0] == 0).all()
+        found.append([float(values[own == number][0]) for number in range(own.max() + 1)])
+        assert all(len(set(values[own == number])) == 1 for number in range(own.max() + 1))
+    return found
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
+    batch = batch_of([[1.0, 2.0], [0.0, 4.0], [5.0]], [0, 0, 0], final=[0.0, 8.0, 0.0])
+    gamma = 0.5
+    returns = [[1 + gamma * 2, 2], [0 + gamma * 12, 12], [5]]
+    found = at_turns(batch, TurnReturns(TurnReturnsConfig(gamma=gamma))(batch))
+    assert found[0] == pytest.approx([2 - (6 + 5) / 2, 2 - 12])
+    assert found[1] == pytest.approx([6 - (2 + 5) / 2, 12 - 2])
+    assert found[2] == pytest.approx([5 - (2 + 6) / 2])
+    plain = at_turns(batch, TurnReturns(TurnReturnsConfig(gamma=gamma, baseline="none"))(batch))
+    assert plain == [pytest.approx(own) for own in returns]
+    first = np.array([2, 6, 5.0])
+    scaled = TurnReturns(TurnReturnsConfig(gamma=gamma, baseline="group-mean", scale="group", epsilon=0.0))(batch)
+    assert [own[0] for own in at_turns(batch, scaled)] == pytest.approx((first - first.mean()) / first.std(ddof=1))
+    alone = batch_of([[1.0], [2.0]], [0, 1])
+    assert at_turns(alone, TurnReturns(TurnReturnsConfig())(alone)) == [[0.0], [0.0]]
+    kept = TurnReturns(TurnReturnsConfig(singleton="reward"))(alone)
+    assert at_turns(alone, kept) == [[1.0], [2.0]]
+
+
+def test_a_single_turn_is_rloo_and_the_cost_of_a_token_belongs_to_its_turn() -> None:
+    rewards = np.random.default_rng(0).normal(size=8).round(3)
+    batch = batch_of([[0.0]] * 8, [0, 0, 0, 0, 1, 1, 1, 1], final=rewards)
+    rloo = Rloo(RlooConfig())(batch)
+    assert [own[0] for own in at_turns(batch, TurnReturns(TurnReturnsConfig())(batch))] == pytest.approx(rloo.tolist())
+    costs = np.where(batch["turn"] == 0, -0.5, 0.0).astype(np.float32)
+    two = batch_of([[1.0, 2.0], [0.0, 0.0]], [0, 0])
+    costs = np.where(two["turn"] == 0, -0.5, 0.0).astype(np.float32)
+    charged = two.with_columns(token_rewards=costs, task_reward=two["reward"], reward=two["reward"] - 1)
+    found = at_turns(charged, TurnReturns(TurnReturnsConfig(baseline="none"))(charged))
+    assert found == [[3 - 1, 2], [-1, 0]]
+
+
+def test_agents_are_compared_with_themselves() -> None:
+    reward = np.array([1, -1, -1, 1, 3, -3, 1, -1], np.float32)
+    columns = {"final": reward, "agent": [0, 1] * 4, "member": np.arange(8), "episode": [0, 0, 1, 1, 2, 2, 3, 3]}
+    batch = batch_of([[0.0]] * 8, [0] * 8, **columns)
+    found = GroupMean(GroupMeanConfig(scale="none"))(batch)
+    white = reward[::2] - reward[::2].mean()
+    assert found[::2] == pytest.approx(white)
+    assert found[1::2] == pytest.approx(-white)
+    # Without agents the mean would be 0, and the advantage the reward.
+    members = members_of(batch)
+    assert len(set(members.cohort)) == 2
+    assert len(members.first) == 8
+
+
+def test_sequences_of_a_member_count_once() -> None:
+    columns = {"final": [1.0, 1.0, 4.0], "episode": [0, 0, 1], "member": [0, 0, 1], "agent": [0, 0, 0]}
+    batch = batch_of([[0.0]] * 3, [0] * 3, **columns)
+    assert GroupMean(GroupMeanConfig(scale="none"))(batch).tolist() == [-1.5, -1.5, 1.5]
+    apart = batch.with_columns(member=np.array([0, 1, 2]))
+    assert GroupMean(GroupMeanConfig(scale="none"))(apart).tolist() == [-1, -1, 2]
+    without = Batch(batch.per_token, {k: v for k, v in batch.per_sequence.items() if k not in ("member", "agent")})
+    assert GroupMean(GroupMeanConfig(scale="none"))(without).tolist() == [-1.5, -1.5, 1.5]
+
+
+def test_a_role_has_a_moving_baseline_that_resumes_to_the_last_bit() -> None:
+    def step(number: int) -> Batch:
+        reward = np.random.default_rng(number).normal(size=4)
+        columns = {"final": reward, "agent": [0, 1, 0, 1], "env": [0, 0, 1, 1], "episode": [0, 0, 1, 1]}
+        made = batch_of([[0.0]] * 4, [0, 0, 1, 1], **columns, member=np.arange(4))
+        return Batch(made.per_token, made.per_sequence, {"environments": ("go", "chess"), "agents": ("w", "b")})
+
+    config = RoleBaselineConfig(decay=0.9)
+    whole = RoleBaseline(config)
+    straight = [whole(step(i)).tolist() for i in range(4)]
+    before = RoleBaseline(config)
+    resumed = [before(step(i)).tolist() for i in range(2)]
+    after = RoleBaseline(config)
+    after.load(before.state())
+    resumed += [after(step(i)).tolist() for i in (2, 3)]
+    assert resumed == straight
+    assert set(whole.state()) == {"go/w", "go/b", "chess/w", "chess/b"}
+    own = [float(step(i)["reward"][0]) for i in range(3)]
+    averages = [0.0]
+    for reward in own:
+        averages.append(0.9 * averages[-1] + 0.1 * reward)
+    assert [row[0] for row in straight[:3]] == pytest.approx(
+        [reward - average for reward, average in zip(own, averages, strict=False)]
+    )
+
+
+def test_a_role_baseline_discounts_from_the_last_turn() -> None:
+    batch = batch_of([[0.0, 0.0, 0.0], [0.0]], [0, 0], final=[2.0, 3.0])
+    found = at_turns(batch, RoleBaseline(RoleBaselineConfig(decay=1.0, gamma=0.5))(batch))
+    assert found == [[0.5, 1.0, 2.0], [3.0]]

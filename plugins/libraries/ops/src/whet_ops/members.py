@@ -1,0 +1,66 @@
+"""What a batch of rollouts compares: its members, and the turns of its sequences, on NumPy."""
+
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from whet.data.batch import Batch
+from whet_ops.gae import at_last
+from whet_ops.reductions import segment_sum
+
+
+@frozen(eq=False)
+class Members:
+    """The members of a batch. A member counts once in a comparison, however many sequences it has.
+
+    A member is usually an episode. If an episode has several agents, each of its agents is a member. If the sequences
+    of an agent have rewards of their own, each sequence is a member.
+    """
+
+    first: NDArray[Any]
+    """The position of one sequence of each member: [M]."""
+    owner: NDArray[Any]
+    """The member of each sequence: [B]."""
+    sizes: NDArray[Any]
+    """The number of sequences of each member: [M]."""
+    cohort: NDArray[Any]
+    """A number for each member. Members with the same number are compared: one agent in one group. [M]."""
+
+
+def members_of(batch: Batch) -> Members:
+    """Return the members of a batch. Without the column `member`, each episode is a member."""
+    column = np.asarray(batch["member"] if "member" in batch else batch["episode"])
+    _, first, owner, sizes = np.unique(column, return_index=True, return_inverse=True, return_counts=True)
+    group = np.asarray(batch["group"] if "group" in batch else np.zeros(len(column), np.int64))
+    agent = np.asarray(batch["agent"] if "agent" in batch else np.zeros(len(column), np.int64))
+    _, groups = np.unique(group, return_inverse=True)
+    return Members(first, owner, sizes, (groups * (agent.max(initial=0) + 1) + agent)[first])
+
+
+def of_members(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
+    """Return for each sequence the sum of values over its member. values [B] -> [B]."""
+    owner = members_of(batch).owner
+    return np.asarray(np.bincount(owner, values)[owner])
+
+
+def turn_of(batch: Batch) -> NDArray[np.int32]:
+    """Return the number of the model's turn of each token [N], -1 outside of turns."""
+    if "turn" in batch:
+        return np.asarray(batch["turn"], np.int32)
+    produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
+    return np.where(produced, 0, -1).astype(np.int32)
+
+
+def placed_rewards(batch: Batch, rewards: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the reward of each token [N]: the rewards of turns and spans where they are, the rest at the end.
+
+    rewards [B] are the rewards of the sequences, those of turns and spans included. The end is the last token under the
+    mask [N].
+    """
+    lengths, rewards = np.asarray(batch["lengths"]), np.asarray(rewards, np.float64)
+    if "span_rewards" not in batch:
+        return at_last(rewards, mask, lengths)
+    spans = np.asarray(batch["span_rewards"], np.float64)
+    return at_last(rewards - segment_sum(spans, lengths), mask, lengths) + spans
