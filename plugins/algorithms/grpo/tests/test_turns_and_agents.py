@@ -32,8 +32,9 @@ def batch_of(sequences: list[list[float]], group: list[int], **columns: Any) -> 
     return Batch(
         {"tokens": np.zeros(len(turns), np.int64), "loss_mask": turns >= 0, "turn": turns,
          "span_rewards": np.array(spans, np.float32)},
-        {"lengths": np.array(lengths), "prompt_lengths": np.full(len(lengths), 2), "unit": np.arange(len(lengths)), "group": np.array(group), "episode": np.arange(len(sequences)),
-         "reward": reward, **{name: np.array(column) for name, column in columns.items()}},
+        {"lengths": np.array(lengths), "prompt_lengths": np.full(len(lengths), 2), "unit": np.arange(len(lengths)),
+         "group": np.array(group), "episode": np.arange(len(sequences)), "reward": reward,
+         **{name: np.array(column) for name, column in columns.items()}},
     )  # fmt: skip
 
 

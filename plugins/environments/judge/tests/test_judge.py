@@ -9,7 +9,10 @@ from whet.component import Component, RoleNeed, Selection
 from whet.config.structure import structure
 from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
+from whet.data.records import Episode
 from whet.errors import ConfigError, DataError, EpisodeError, Undecided
+from whet.interfaces.environment import Adaptive, GroupRewarding
+from whet.interfaces.state import Stateful
 from whet.plugins.registry import load_plugins
 from whet.rollout.rewards import total_reward
 from whet_env_judge.config import JudgeConfig, judge_facts
@@ -231,3 +234,27 @@ def test_the_judge_s_reward_stands_where_the_environment_s_grader_cannot_decide(
     monkeypatch.setattr(environment._environment, "run", run)
     assert play(environment, "\\boxed{1}") == {"correct": 0.0, "judge": 3.0}
     assert judge.asked[0][-1] == Message("assistant", "\\boxed{1}")
+
+
+def test_the_reward_is_the_rank_of_the_value_in_its_group(prompts):
+    environment, judge = prompts({"prompt": "x"}, rank=True, judge_weight=2.0)
+    assert isinstance(environment, GroupRewarding)
+    assert environment.reward_weights == {"judge_value": 0.0, "judge": 2.0}
+    episodes = []
+    for sample, judge.said in enumerate((5.0, -1.0, 5.0, 7.0)):
+        rewards = play(environment, "y")
+        assert rewards == {"judge_value": judge.said}
+        episodes.append(Episode("judge", 0, sample, (), rewards, 0.0, 1))
+    ranks = asyncio.run(environment.group_rewards(environment.tasks("train")[0], episodes))
+    assert ranks == [{"judge": 0.5}, {"judge": 0.0}, {"judge": 0.5}, {"judge": 1.0}]
+    alone = asyncio.run(environment.group_rewards(environment.tasks("train")[0], episodes[:1]))
+    assert alone == [{"judge": 0.5}]
+    assert not isinstance(prompts({"prompt": "x"})[0], GroupRewarding)
+
+
+def test_a_curriculum_within_is_that_of_the_judge():
+    config = JudgeConfig(environment=selected("arithmetic", terms=4, easiest_terms=2))
+    environment = Judge(config, {"judge": Heard()})
+    assert isinstance(environment, Adaptive)
+    assert isinstance(environment, Stateful)
+    assert environment.difficulty() == 2

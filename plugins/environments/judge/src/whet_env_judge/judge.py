@@ -3,8 +3,8 @@
     task -> episode, recorded -> (value of the conversation - mean) / scale, clipped -> reward with the role's name
                               -> the environment's own rewards
 
-With `rank`, the reward with the role's name is the rank of this value in the group, from 0 to 1. The value itself is the
-reward ROLE_value of weight 0.
+With `rank`, the reward with the role's name is the rank of this value in the group, from 0 to 1. The value itself is
+the reward ROLE_value of weight 0.
 
 The judge reads the first sequence of an episode, up to the model's last response. A response that was cut by its length
 is judged as if it had ended there.

@@ -1,0 +1,109 @@
+"""Environments whose rewards have an address, or follow the group or a curriculum. A random model can learn each."""
+
+from attrs import evolve, frozen
+
+from whet import Component, Task, hookimpl
+from whet_ops.curriculum import PassRateCurriculum
+
+
+@frozen
+class Nothing:
+    """Nothing to set."""
+
+
+@frozen
+class TurnsConfig:
+    """Several turns, each with a wish of its own."""
+
+    per_turn: bool = True
+    """Whether each turn has its own reward, or the episode their sum."""
+    turns: int = 4
+
+
+def share(text, wanted="02468"):
+    """Return the share of wanted letters among eight."""
+    return sum(letter in wanted for letter in text) / 8
+
+
+class Duel:
+    """A game of two players against each other: who writes more even digits wins what the other one loses."""
+
+    reward_weights = {"even": 0.0}
+
+    def __init__(self, config):
+        pass
+
+    def tasks(self, split):
+        return [Task(f"Say {n}") for n in range(50)]
+
+    async def run(self, task, model):
+        white, black = model.fork("white"), model.fork("black")
+        first = share((await white.reply(task.prompt)).text)
+        second = share((await black.reply(task.prompt)).text)
+        white.reward("won", first - second, of="agent")
+        black.reward("won", second - first, of="agent")
+        return {"even": (first + second) / 2}
+
+    def close(self):
+        pass
+
+
+class Turns(Duel):
+    """Turns that want even digits and turns that want odd ones, in an order that the task does not tell."""
+
+    reward_weights = {}
+
+    def __init__(self, config):
+        self._config = config
+
+    async def run(self, task, model):
+        total = 0.0
+        for turn in range(self._config.turns):
+            asked = task.prompt if turn == 0 else f"Now {'2468' if turn % 2 == 0 else '1357'}"
+            wished = share((await model.reply(asked)).text, "02468" if turn % 2 == 0 else "13579")
+            total += wished
+            if self._config.per_turn:
+                model.reward("wished", wished)
+        return {} if self._config.per_turn else {"wished": total}
+
+
+class Ranked(Duel):
+    """The sample with the most even digits of its group is worth 1, the one with the fewest 0."""
+
+    reward_weights = {"even": 0.0}
+
+    async def run(self, task, model):
+        return {"even": share((await model.reply(task.prompt)).text)}
+
+    async def group_rewards(self, task, episodes):
+        found = [episode.rewards["even"] for episode in episodes]
+        return [{"rank": sum(own > other for other in found) / max(len(found) - 1, 1)} for own in found]
+
+
+class Climbing(Duel):
+    """Wants as many even digits as the difficulty tells, which rises as episodes pass."""
+
+    reward_weights = {"even": 0.0}
+
+    def __init__(self, config):
+        curriculum = PassRateCurriculum(1, 8, up=0.5, window=4, passes=lambda episode: episode.rewards["enough"] == 1)
+        self.difficulty, self.observe = curriculum.difficulty, curriculum.observe
+        self.state, self.load = curriculum.state, curriculum.load
+
+    def adapted(self, task, difficulty):
+        return evolve(task, data={"answer": str(int(difficulty))})
+
+    async def run(self, task, model):
+        even = share((await model.reply(task.prompt)).text) * 8
+        assert task.data["answer"] == str(int(model.episode.difficulty))
+        return {"even": even, "enough": float(even >= model.episode.difficulty)}
+
+
+@hookimpl
+def whet_environments():
+    return [
+        Component("duel", Nothing, ":Duel"),
+        Component("turns", TurnsConfig, ":Turns"),
+        Component("ranked", Nothing, ":Ranked"),
+        Component("climbing", Nothing, ":Climbing"),
+    ]
