@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from whet.data.metrics import Metric
     from whet.data.model_info import ModelInfo
     from whet.data.records import Completion, Request, Task
-    from whet.errors import ConfigError, DataError, WhetError
+    from whet.errors import ConfigError, ContextFull, DataError, WhetError
     from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts
     from whet.interfaces.backend import Backend
     from whet.interfaces.environment import Environment, Model, SingleTurn
@@ -61,7 +61,7 @@ sys.meta_path.append(_PathsOfBefore)  # type: ignore[arg-type]
 
 __all__ = [
     "AdvantagesFacts", "Algorithm", "AlgorithmFacts", "Backend", "BackendFacts", "Batch", "Completion", "Component",
-    "Config", "ConfigError", "DataError", "Environment", "EnvironmentFacts", "FilterFacts", "Generator",
+    "Config", "ConfigError", "ContextFull", "DataError", "Environment", "EnvironmentFacts", "FilterFacts", "Generator",
     "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "Message", "Metric", "Model", "ModelInfo",
     "OfflineParts", "OnlineParts", "Problem", "Request", "RunInfo", "Selection", "SingleTurn", "Task", "WhetError",
     "__version__", "between", "hookimpl", "open", "selection",
@@ -86,7 +86,7 @@ _HOMES = {
     "data.metrics": ("Metric",),
     "data.model_info": ("ModelInfo",),
     "data.records": ("Completion", "Request", "Task"),
-    "errors": ("ConfigError", "DataError", "WhetError"),
+    "errors": ("ConfigError", "ContextFull", "DataError", "WhetError"),
     "interfaces.algorithm": ("Algorithm", "OfflineParts", "OnlineParts"),
     "interfaces.backend": ("Backend",),
     "interfaces.environment": ("Environment", "Model", "SingleTurn"),

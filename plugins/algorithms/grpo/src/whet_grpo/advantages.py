@@ -264,20 +264,18 @@ class TurnReturns:
         if not len(keys):
             return np.zeros(batch.tokens, np.float32)
         sequence, number = keys // turns, keys % turns
-        returns = np.bincount(at, placed[turn >= 0], len(keys))
+        returns: NDArray[Any] = np.bincount(at, placed[turn >= 0], len(keys))
         per_sequence = np.bincount(sequence, minlength=len(lengths))
         returns = gae(returns, np.zeros(len(keys)), np.ones(len(keys), np.bool_), per_sequence, gamma=config.gamma,
                       lambda_=1.0)  # fmt: skip
         cohort = members.cohort[members.owner[sequence]] * turns + number
-        if config.baseline == "none":
-            advantages = returns
-        else:
-            advantages = group_mean(
+        if config.baseline != "none":
+            returns = group_mean(
                 returns, cohort, scale=config.scale, unbiased=config.unbiased, epsilon=config.epsilon,
                 leave_one_out=config.baseline == "leave-one-out", singleton=config.singleton,
             )  # fmt: skip
         found = np.zeros(batch.tokens, np.float32)
-        found[turn >= 0] = advantages[at]
+        found[turn >= 0] = returns[at]
         return found
 
 
