@@ -30,7 +30,7 @@ class ArithmeticConfig:
     """Tasks in the split `test`. They come from the tenth of all expressions that `train` does not contain."""
     seed: int = field(default=0, validator=between(0, SEED))
     """Seed of the tasks. Another seed gives other tasks."""
-    easiest_terms: int = field(default=0, validator=_easiest)
+    easiest_terms: int = field(default=0, validator=[between(0, GROUP), _easiest])
     """Numbers in a chain when training begins. Whenever the pass rate of the last 32 groups is at least 0.8, chains get
     one number more, up to `terms`. A checkpoint saves the length. Evaluations always use `terms`. 0: always `terms`."""
 
