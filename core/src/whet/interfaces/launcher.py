@@ -32,7 +32,7 @@ class Launching(Protocol):
         ...
 
     def examine(self, section: "ClusterSection | None") -> Iterator[Finding]:
-        """Yield what `whet doctor` reports. None: no config was given, or it names another launcher."""
+        """Yield the findings for a report on this machine. None: no config was given, or it names another launcher."""
         ...
 
     def cluster(

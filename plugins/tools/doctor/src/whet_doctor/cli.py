@@ -11,7 +11,7 @@ from whet.cli.command import Command
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from whet.plan.checks import Check
+    from whet_doctor.checks import Check
 
 WIDE = 120
 """Terminals with this many columns show what to change in a column; narrower ones show it below what was found."""
@@ -29,7 +29,7 @@ def doctor(config: str | None, overrides: tuple[str, ...], as_json: bool) -> int
     """
     import attrs
 
-    from whet.plan.doctor import examine
+    from whet_doctor.examine import examine
 
     found = examine(config, overrides)
     failed = any(check.status == "fail" for check in found)

@@ -8,33 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import whet
-from whet.plan import doctor
-from whet.plan.checks import Check, within
-from whet.plan.doctor import examine
 from whet.plan.prepare import prepare
 from whet.plugins.registry import load_plugins
+from whet_doctor import examine as doctor
+from whet_doctor.checks import Check, within
+from whet_doctor.examine import examine
 from whet_testing.environments import make_environment
 
 ALWAYS = [
     "python", "plugins", "torch", "ray", "cores", "memory", "shared memory", "disk", "write access", "clock",
     "open files", "ports", "hub",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def good(offers: Any, tiny_model_folder: Path, tmp_path: Path) -> Path:
-    """A config that could be run."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
-    document = {
-        "run": {"folder": str(tmp_path / "runs" / "it"), "steps": 1}, "model": {"path": str(tiny_model_folder)},
-        "algorithm": "loop", "backend": "trainer", "data": {"train": [{"path": str(tmp_path / "data.jsonl")}]},
-    }  # fmt: skip
-    path = tmp_path / "it.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
 
 
 def of(found: list[Check], name: str) -> list[tuple[str, str]]:

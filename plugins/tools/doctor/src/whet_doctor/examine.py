@@ -24,7 +24,6 @@ from whet.component import CORE_VERSION, KINDS
 from whet.data.model_info import check_weights
 from whet.errors import ConfigError, WhetError
 from whet.plan import machine
-from whet.plan.checks import Check, Checker, Status, within
 from whet.plan.layers import placed
 from whet.plan.memory import HOST, size, whose
 from whet.plan.prepare import Prepared, field_names, packages_here, prepare
@@ -33,6 +32,7 @@ from whet.plugins import launchers
 from whet.plugins.features import reader
 from whet.plugins.registry import Registry, load_plugins
 from whet.runtime.interpreters import OLDEST_PYTHON, Interpreter, surroundings, versions
+from whet_doctor.checks import Check, Checker, Status, within
 
 SECONDS = 60.0
 """Deadline of the checks, which are made at one time."""

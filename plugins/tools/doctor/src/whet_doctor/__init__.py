@@ -1,0 +1,1 @@
+"""Whether this machine, and a config on it, is ready for a run: `whet doctor [CONFIG]`."""
