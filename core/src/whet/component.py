@@ -219,6 +219,9 @@ class EnvironmentFacts(Facts):
     states_answers: bool | None = None
     """Whether the environment has a `final_answer`, which majority votes need. None: this is known only after the
     environment is built."""
+    splits: tuple[str, ...] | None = None
+    """The names of all splits. `whet check` refuses every other name. None: they are known only after the environment
+    is built."""
 
 
 @frozen(kw_only=True)

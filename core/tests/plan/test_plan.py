@@ -52,6 +52,22 @@ class Looped:
     """The loss."""
 
 
+@frozen
+class Holding:
+    """A backend that may hold the reference."""
+
+    reference: bool = False
+    """Whether it does."""
+
+
+@frozen
+class Naming:
+    """A backend that is told where the reference is."""
+
+    reference: str = ""
+    """A folder."""
+
+
 def chosen(kind: Any, name: str, config: object = None) -> Selection:
     return Selection(kind, Component(name, type(config or Plain()), "x:Y"), config or Plain())
 
@@ -315,6 +331,21 @@ def test_a_loss_gets_only_outputs_and_columns_that_are_there():
     assert any("reads the column 'returns'" in line for line in found)
 
 
+def test_splits_that_the_facts_do_not_name_are_refused():
+    entry = EnvironmentSection(component=chosen("environments", "sums"))
+    other = attrs.evolve(entry, name="others", split="dev")
+    config = make_config(environments=[entry], evaluation=EvaluationSection([entry, other]))
+    paths = ["environments.0", "evaluation.environments.0", "evaluation.environments.1"]
+
+    def found(*splits: str) -> list[str]:
+        return problems(config, {**FACTS, **dict.fromkeys(paths, EnvironmentFacts(splits=splits or None))})
+
+    assert not found()
+    assert not found("train", "test", "dev")
+    assert found("train", "dev") == ["evaluation.environments.0.split: there is no split 'test'; there are train, dev"]
+    assert [problem.partition(":")[0] for problem in found("test")] == ["environments.0.split", f"{paths[2]}.split"]
+
+
 def test_transports_that_do_not_meet_are_refused_with_both_sides_named():
     found = problems(make_config(), {**FACTS, "generator": GeneratorFacts(transports=("carrier-pigeon",))})
     assert any("generator" in line and "carrier-pigeon" in line for line in found)
@@ -432,8 +463,13 @@ def test_what_a_cluster_cannot_do_is_refused(cluster, problem):
 
 def test_weights_that_the_backend_does_not_hold_are_refused():
     facts = {**FACTS, "algorithm": attrs.evolve(FACTS["algorithm"], weights_needed=frozenset({"reference"}))}
-    (problem,) = problems(make_config(), facts)
-    assert problem.startswith("backend.reference: loop scores with the weights 'reference', and the backend trainer")
+    words = "loop scores with the weights 'reference', and the backend trainer holds no such copy"
+    assert problems(make_config(), facts) == [
+        f"backend: {words} and has no key 'reference' for one; choose another backend"
+    ]
+    for held, advice in (Holding(), "set it to true"), (Naming(), "set it"):
+        changed = make_config(backend=chosen("backends", "trainer", held))
+        assert problems(changed, facts) == [f"backend.reference: {words}; {advice}"]
     facts["backend"] = attrs.evolve(FACTS["backend"], weights_given=frozenset({"policy", "reference"}))
     assert not problems(make_config(), facts)
 

@@ -164,6 +164,25 @@ def test_a_single_file_is_a_plugin_whose_targets_workers_can_import(site: Path, 
     assert registry.contested("loggers") == {}
 
 
+@pytest.mark.parametrize(
+    ("target", "facts", "fault"),
+    [
+        (":Mine", "", ""),
+        (":build", "", "its logger 'mine' has the target 'build', which the file does not define"),
+        (":Mine", ":facts", "its logger 'mine' has the facts 'facts', which the file does not define"),
+        ("elsewhere:build", "", ""),
+    ],
+)
+def test_a_single_file_must_define_what_its_components_name(
+    site: Path, tmp_path: Path, target: str, facts: str, fault: str
+) -> None:
+    source = textwrap.dedent(logger("mine", target=f'{target}", "{facts}'))
+    (tmp_path / "mine.py").write_text(f"{source}\nclass Mine: pass\n")
+    registry = load_plugins()
+    registry.load_file(tmp_path / "mine.py")
+    assert [broken.reason for broken in registry.broken] == [fault] * bool(fault)
+
+
 def test_a_broken_single_file_is_recorded(site: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     registry = load_plugins()

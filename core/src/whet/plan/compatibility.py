@@ -25,6 +25,9 @@ ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group",
 ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "reward", "stopped"})
 """Columns of a batch from rollouts."""
 
+DEFAULT_SPLIT = {"environments": "train", "evaluation.environments": "test"}
+"""The split of an environment that states none, by the section that lists it."""
+
 
 def config_problems(
     config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
@@ -38,7 +41,7 @@ def config_problems(
     if config.endpoint.serve and config.generator is None:
         yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in ("environments", config.environments), ("evaluation.environments", evaluation.environments):
-        yield from _names(where, entries)
+        yield from _entries(where, entries, roles.of(EnvironmentFacts))
     yield from _epochs(config.run, config.data, name, roles.algorithm, feeds_on)
     yield from _needs(name, config.roles, roles)
     yield from _losses(roles, feeds_on)
@@ -88,12 +91,17 @@ def _inputs(
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
 
 
-def _names(where: str, entries: Sequence[EnvironmentSection]) -> Iterator[Problem]:
-    """Find environments of one name."""
+def _entries(
+    where: str, entries: Sequence[EnvironmentSection], facts: Mapping[str, EnvironmentFacts]
+) -> Iterator[Problem]:
+    """Find environments of one name, and splits that an environment's facts do not name."""
     names = [entry.name or entry.component.name for entry in entries]
-    for i, name in enumerate(names):
+    for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
         if name in names[:i]:
             yield Problem(f"{where}.{i}.name", f"there are two environments named {name!r}; give one another name")
+        split, known = entry.split or DEFAULT_SPLIT[where], facts.get(f"{where}.{i}", EnvironmentFacts()).splits
+        if known is not None and split not in known:
+            yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
 
 
 def _epochs(
@@ -149,10 +157,14 @@ def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
 
 def _weights(name: str, roles: Roles) -> Iterator[Problem]:
     """Find sets of weights that the algorithm scores with and the backend does not hold."""
-    where = roles["backend"].selection.name
+    selection = roles["backend"].selection
     for weights in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
-        why = f"{name} scores with the weights {weights!r}, and the backend {where} holds no such copy"
-        yield Problem(f"backend.{weights}", f"{why}; set it to true")
+        why = f"{name} scores with the weights {weights!r}, and the backend {selection.name} holds no such copy"
+        if hasattr(selection.config, weights):
+            is_switch = getattr(selection.config, weights) is False
+            yield Problem(f"backend.{weights}", f"{why}; set it{' to true' if is_switch else ''}")
+        else:
+            yield Problem("backend", f"{why} and has no key {weights!r} for one; choose another backend")
 
 
 def _lengths(rollout: RolloutSection, model: ModelInfo, roles: Roles) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from attrs import frozen
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from whet.component import CORE_VERSION, KINDS, Component, Kind, Problem, file_module, import_file
+from whet.component import CORE_VERSION, KINDS, Component, Kind, Problem, file_module, import_file, loaded
 from whet.config.messages import a_kind, choice_words, kind_word, nearest
 from whet.errors import PluginError
 from whet.plugins import hookspecs
@@ -198,12 +198,12 @@ class Registry:
         return good
 
     def _add(self, kind: Kind, component: Component, plugin: Any, source: Source) -> None:
-        fault = _fault(component)
+        fault = _fault(component) or _absent(component := _located(component, plugin), plugin)
         if fault:
             reason = f"its {kind_word(kind)} {component.name!r:.80} {fault}"
             self.broken.append(_broken(source, reason, kind))
             return
-        offer = Offer(_located(component, plugin), source.distribution, source)
+        offer = Offer(component, source.distribution, source)
         self._offers[kind].setdefault(component.name, []).append(offer)
 
 
@@ -300,6 +300,14 @@ def _fault(component: Component) -> str | None:
     for what, target in (("target", component.target), ("facts", component.facts or "module:name")):
         if not isinstance(target, str) or not all(target.rpartition(":")[1:]):
             return f"has the {what} {target!r:.80}, wanted 'package.module:name'"
+    return None
+
+
+def _absent(component: Component, plugin: Any) -> str | None:
+    """Return which target a single file lacks, as the end of a sentence. None: it lacks none. The file is imported."""
+    for what, target in (("target", component.target), ("facts", component.facts)):
+        if target.startswith(f"file:{getattr(plugin, '__file__', '')}:") and loaded(target) is None:
+            return f"has the {what} {target.rpartition(':')[2]!r}, which the file does not define"
     return None
 
 

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from whet.component import EnvironmentFacts
 from whet.config.build import build_selection
 from whet.errors import ConfigError, PluginError, WhetError, in_words
+from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
 from whet.plugins.features import reader
@@ -66,11 +67,11 @@ def read_inputs(
         closers.append(made.close)
         return made
 
-    def routes(path: str, entries: "Sequence[EnvironmentSection]", split: str) -> Iterator[Route]:
+    def routes(path: str, entries: "Sequence[EnvironmentSection]") -> Iterator[Route]:
         for i, entry in enumerate(entries):
             needs = facts[f"{path}.{i}"].roles
             route = build_route(
-                entry, entry.split or split, *([{role: scorer(role) for role in needs}] if needs else [])
+                entry, entry.split or DEFAULT_SPLIT[path], *([{role: scorer(role) for role in needs}] if needs else [])
             )
             closers.append(route.environment.close)
             yield route
@@ -85,8 +86,8 @@ def read_inputs(
             epochs=config.run.epochs,
         )  # fmt: skip
     criterion = passes(config.evaluation)
-    here = routes("environments", config.environments if training else (), "train")
-    there = routes("evaluation.environments", config.evaluation.environments if evaluation else (), "test")
+    here = routes("environments", config.environments if training else ())
+    there = routes("evaluation.environments", config.evaluation.environments if evaluation else ())
     return Inputs(
         chat,
         data,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.component import AdvantagesFacts, Component, Selection
+from whet.component import AdvantagesFacts, Component, LossFacts, Selection
 from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
@@ -293,6 +293,18 @@ def test_stale_weights_are_corrected_for_by_the_samplers_logprobs() -> None:
 def test_old_logprobs_follow_the_rule(wanted: Any, minibatches: int, staleness: int, source: str) -> None:
     config = structure({"old_logprobs": wanted, "minibatches": minibatches}, GrpoConfig, load_plugins())
     assert choose_old_logprobs(config, staleness) == source
+
+
+@pytest.mark.parametrize(("staleness", "source"), [(0, "score"), (1, "sampler")])
+def test_a_loss_that_reads_old_logprobs_always_gets_them(staleness: int, source: str) -> None:
+    config = structure({}, GrpoConfig, load_plugins())
+    component = evolve(config.loss.component, facts=f"{__name__}:reading_facts")
+    changed = evolve(config, loss=evolve(config.loss, component=component))
+    assert choose_old_logprobs(changed, staleness) == source
+
+
+def reading_facts(config: object, model: ModelInfo) -> LossFacts:
+    return LossFacts(columns_read=frozenset({"advantages", "old_logprobs"}))
 
 
 @pytest.mark.parametrize(("staleness", "minibatches"), [(0, 1), (0, 4), (2, 1)])

@@ -258,3 +258,10 @@ def test_a_curriculum_within_is_that_of_the_judge():
     assert isinstance(environment, Adaptive)
     assert isinstance(environment, Stateful)
     assert environment.difficulty() == 2
+
+
+def test_the_splits_of_the_environment_within_are_facts():
+    of_prompts = JudgeConfig(dataset={"train": "a.jsonl"})
+    assert judge_facts(JudgeConfig(environment=selected("arithmetic")), MODEL).splits == ("train", "test")
+    assert judge_facts(of_prompts, MODEL).splits == ("train",)
+    assert judge_facts(JudgeConfig(environment=selected("judge", dataset="a.jsonl")), MODEL).splits is None

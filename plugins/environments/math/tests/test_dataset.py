@@ -5,12 +5,14 @@ import re
 import pytest
 
 from whet.config.sections import DataFile
+from whet.data.model_info import ModelInfo
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.undecided import noted
 from whet_data.readers import read
 from whet_env_math import verifier
-from whet_env_math.config import MathConfig
+from whet_env_math.arithmetic import Arithmetic
+from whet_env_math.config import ArithmeticConfig, MathConfig, facts
 from whet_env_math.dataset import MathDataset
 from whet_sandbox.pool import GraderCrash, GraderRaised
 from whet_testing.fakes import FakeModel
@@ -253,3 +255,11 @@ def test_tasks_can_be_loaded_inside_an_event_loop(make):
         return make().tasks("train")
 
     assert len(asyncio.run(load())) == 4
+
+
+def test_the_splits_are_facts_where_the_config_names_them():
+    named = MathConfig(dataset={"train": "a.jsonl", "dev": "b.jsonl"})
+    assert facts(named, ModelInfo("")).splits == ("train", "dev")
+    assert facts(MathConfig(dataset="openai/gsm8k"), ModelInfo("")).splits is None
+    made, known = Arithmetic(ArithmeticConfig()), facts(ArithmeticConfig(), ModelInfo("")).splits
+    assert [len(made.tasks(split)) > 0 for split in known] == [True, True]

@@ -123,9 +123,10 @@ class TeacherPgConfig:
 
 def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the loop on rollouts."""
+    read = facts_of(config.loss, model, LossFacts).columns_read
     return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
-        columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | {"old_logprobs"},
+        columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | ({"old_logprobs"} if read & TOKEN_COLUMNS else set()),
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
         roles=dict.fromkeys(sorted({"teacher", *config.teachers.values()}), need(config, model))

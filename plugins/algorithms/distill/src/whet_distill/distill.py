@@ -11,6 +11,7 @@ from whet.data.batch import Batch
 from whet.data.model_info import read_model
 from whet_distill.config import DistillConfig
 from whet_distill.teaching import Teaching
+from whet_ops.algorithms.config import reads
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import OnlineParts
@@ -27,6 +28,7 @@ class Distill:
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
         teach = Teaching(config, parts, read_model(parts.chat.folder), config.teachers)
         moves = config.minibatches > 1 or parts.config.rollout.max_staleness > 0
+        moves = moves or reads(config.loss, "old_logprobs")
 
         for step in parts.steps:
             batch = teach(rollouts.take(config.prompts_per_step))
@@ -46,7 +48,7 @@ def with_advantages(batch: Batch, moves: bool, own: Any = None) -> Batch:
 
     Who sampled it are the student's weights of before the step where their logprobs are given, `own` [N]. `moves`: the
     student is no longer who sampled, at least from the second minibatch on, so the ratio is against `old_logprobs`;
-    else it is 1 by construction.
+    else it is 1 by construction. A loss that reads `old_logprobs` always has the column.
     """
     if "teacher_logprobs" not in batch:
         return batch

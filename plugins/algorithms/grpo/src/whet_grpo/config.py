@@ -10,11 +10,11 @@ from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
 from whet.config.renamed import renamed
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
-from whet.plan.plan import facts_of
 from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    reads,
 )
 
 _MAX_WEIGHT: Any = optional(above(0, FACTOR))
@@ -250,7 +250,7 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
         written |= {"reward:overlong"}
     if config.kl_reward.weight:
         written |= {"reward:kl", "token_rewards", "task_reward"}
-    reference = wants_reference(config, model)
+    reference = wants_reference(config)
     return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
@@ -263,9 +263,9 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
     )
 
 
-def wants_reference(config: GrpoConfig, model: ModelInfo) -> bool:
+def wants_reference(config: GrpoConfig) -> bool:
     """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model, LossFacts).columns_read
+    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
 
 
 def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:

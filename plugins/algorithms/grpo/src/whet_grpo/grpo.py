@@ -5,10 +5,10 @@ The config chooses the parts: advantages, loss, filters, penalties, correction, 
 
 from typing import TYPE_CHECKING
 
-from whet.data.model_info import ModelInfo
 from whet.data.randomness import derive_seed
 from whet_grpo.config import GrpoConfig, wants_reference
 from whet_ops.algorithms import policy_steps
+from whet_ops.algorithms.config import reads
 from whet_ops.algorithms.policy_steps import (
     OldLogprobs,
     advantage_metrics,
@@ -41,7 +41,7 @@ class Grpo:
         before, within = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)
         loss = with_correction(parts.loss, within)
-        reference = wants_reference(config, ModelInfo(""))  # the columns a loss reads do not depend on the model
+        reference = wants_reference(config)
         longest = parts.config.rollout.max_tokens
         bounds = config.clip_advantages, config.clip_advantages_below
         carried = parts.steps.state if config.kl_reward.adaptive.target else None
@@ -66,7 +66,7 @@ class Grpo:
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
     """Return the source of the old policy's logprobs; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
-    scored = several(config) or before.wanted
+    scored = several(config) or before.wanted or reads(config.loss, "old_logprobs")
     return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 
 

@@ -9,12 +9,12 @@ from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
-from whet.plan.plan import facts_of
 from whet_ops.algorithms.config import (
     AverageConfig,
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    reads,
 )
 
 CRITIC = "critic"
@@ -99,7 +99,7 @@ def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
     written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
     written |= {"reward:overlong"} if config.overlong.penalty else set()
     written |= {"reward:kl", "task_reward"} if config.kl_reward.weight else set()
-    reference = wants_reference(config, model)
+    reference = wants_reference(config)
     return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
@@ -113,9 +113,9 @@ def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
     )
 
 
-def wants_reference(config: PpoConfig, model: ModelInfo) -> bool:
+def wants_reference(config: PpoConfig) -> bool:
     """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model, LossFacts).columns_read
+    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
 
 
 def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> LossFacts:

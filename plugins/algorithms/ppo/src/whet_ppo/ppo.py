@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from whet.config.build import to_spec
 from whet.data.batch import Batch
-from whet.data.model_info import ModelInfo
 from whet.data.randomness import derive_seed
+from whet_ops.algorithms.config import reads
 from whet_ops.algorithms.policy_steps import (
     choose_old_logprobs,
     correct_gap,
@@ -41,11 +41,11 @@ class Ppo:
     def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last."""
         config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
-        reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
+        reference = wants_reference(config)
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1
         before, within = place_correction(config.correction, several, config.kl_reward, config.top_entropy)
-        scores = several or before.wanted
+        scores = several or before.wanted or reads(config.loss, "old_logprobs")
         old = choose_old_logprobs(config.old_logprobs, scores, config.correction.wanted, run.max_staleness)
         loss = with_correction(parts.loss, within)
         carried = parts.steps.state if config.kl_reward.adaptive.target else None

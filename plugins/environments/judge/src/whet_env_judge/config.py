@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 
 from whet.component import EnvironmentFacts, RoleNeed, Selection
 from whet.config.bounds import FACTOR, RECORDS, above, between
@@ -73,9 +73,11 @@ def judge_facts(config: JudgeConfig, model: ModelInfo) -> EnvironmentFacts:
     within = (
         facts_of(config.environment, model, EnvironmentFacts)
         if config.environment
-        else EnvironmentFacts(states_answers=False)
+        else EnvironmentFacts(
+            states_answers=False, splits=tuple(config.dataset) if isinstance(config.dataset, dict) else None
+        )
     )
     need = within.roles.get(config.role, RoleNeed())
     whole = need.conversations or config.too_long == "refuse"
     judge = RoleNeed(need.outputs | {"values"}, need.trained, whole)
-    return EnvironmentFacts(roles={**within.roles, config.role: judge}, states_answers=within.states_answers)
+    return evolve(within, roles={**within.roles, config.role: judge})

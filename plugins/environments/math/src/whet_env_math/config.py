@@ -75,5 +75,9 @@ class MathConfig:
 
 
 def facts(config: ArithmeticConfig | MathConfig, model: ModelInfo) -> EnvironmentFacts:
-    """Return the facts for planning: the environment states final answers, so majority voting works."""
-    return EnvironmentFacts(states_answers=True)
+    """Return the facts for planning: final answers for majority votes, and the splits as far as the config has them."""
+    if isinstance(config, ArithmeticConfig):
+        return EnvironmentFacts(states_answers=True, splits=("train", "test"))
+    return EnvironmentFacts(
+        states_answers=True, splits=tuple(config.dataset) if isinstance(config.dataset, dict) else None
+    )

@@ -32,5 +32,5 @@ class CalculatorConfig:
 
 
 def facts(config: CalculatorConfig, model: ModelInfo) -> EnvironmentFacts:
-    """Return the facts for planning: the environment states final answers, so majority voting works."""
-    return EnvironmentFacts(states_answers=True)
+    """Return the facts for planning: final answers for majority votes, and the splits."""
+    return EnvironmentFacts(states_answers=True, splits=("train", "test"))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Literal
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, le
 
-from whet.component import Problem, Selection
+from whet.component import LossFacts, Problem, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 
 LARGEST_CHANGE = 5
 """A step must have fewer episodes than this times `KlControlSection.horizon`, so that the weight stays above 0.
@@ -256,10 +258,16 @@ class PolicyConfig:
     """Whether to train the policy only on tokens of high entropy. A critic trains on all tokens."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
     """The logprobs in the denominator of the policy's ratio. `trainer`: the logprobs of the weights before the step.
-    They cost a forward pass if a batch gets several optimizer steps, or a `correction` that the training pass cannot
-    compute. Otherwise the ratio is 1 by construction and nothing is computed. `sampler`: the logprobs recorded while
-    sampling. The ratio then also corrects for stale weights, and for a generator that rounds differently. `auto`:
-    `trainer` at `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
+    They cost a forward pass if a batch gets several optimizer steps, a `correction` that the training pass cannot
+    compute, or a loss whose facts name the column `old_logprobs`. Otherwise the ratio is 1 by construction and nothing
+    is computed. `sampler`: the logprobs recorded while sampling. The ratio then also corrects for stale weights, and
+    for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and with a `correction`,
+    else `sampler`."""
+
+
+def reads(loss: Selection, column: str) -> bool:
+    """Return whether the facts of a loss name a batch column. The columns of a loss do not depend on the model."""
+    return column in facts_of(loss, ModelInfo(""), LossFacts).columns_read
 
 
 def shaping_problems(

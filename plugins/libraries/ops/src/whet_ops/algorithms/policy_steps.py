@@ -68,8 +68,9 @@ def choose_old_logprobs(
 
     `current`: the loss uses its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass of
     the trainer before the first minibatch. It is needed if a batch gets several optimizer steps or an earlier
-    correction (`scored`). `sampler`: the logprobs recorded while sampling. `auto` chooses the trainer's logprobs at
-    staleness 0, and with a correction, which compares them with the sampler's (`corrected`).
+    correction, or if the loss reads the column (`scored`). `sampler`: the logprobs recorded while sampling. `auto`
+    chooses the trainer's logprobs at staleness 0, and with a correction, which compares them with the sampler's
+    (`corrected`).
     """
     if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
         return "sampler"
