@@ -158,7 +158,7 @@ def test_a_single_file_works_from_yaml_in_spite_of_them(command, tiny_model_fold
     [
         (
             "loggers=[twice]",
-            "loggers.0.use: the logger 'twice' is offered by whet-one and whet-two; remove all",
+            "loggers.0.use: the logger 'twice' is offered by whet-one and whet-two; choose one by `use: whet-o",
         ),
         ("loggers=[consle]", "there is no logger 'consle' (did you mean 'console'?)"),
         ("loggers=[licensed]", "; not usable, and might offer it: "),

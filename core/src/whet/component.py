@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from whet.errors import PluginError
 
@@ -278,10 +278,12 @@ class Selection:
     """An instance of `component.config`."""
     distribution: str = ""
     """The distribution or file that offers the component."""
+    use: str = field(default=Factory(lambda self: self.component.name, takes_self=True))
+    """The text after `use:`, with which a config chooses the component: its name, or DISTRIBUTION/NAME."""
 
     @property
     def name(self) -> str:
-        """Return the name after `use:`."""
+        """Return the component's name."""
         return self.component.name
 
 

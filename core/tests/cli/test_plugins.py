@@ -16,8 +16,13 @@ def test_names_that_are_offered_twice_are_listed(command: Any, offers: Any, inst
     install("whet-again", {"again_hooks": (site / "offers_hooks.py").read_text()})
     done = command("plugins")
     assert "offered twice: losses 'clip' by whet-again and whet-offers" in done.stdout
+    assert any(line.split()[:3] == ["losses", "whet-again/clip", "whet-again"] for line in done.stdout.splitlines())
     found = json.loads(command("plugins", "--json").stdout)
     assert found["contested"]["losses"]["clip"] == ["whet-again", "whet-offers"]
+    assert found["components"]["losses"]["whet-offers/clip"] == "whet-offers"
+    described = command("schema", "whet-again/clip").stdout
+    assert "losses/whet-again/clip" in described
+    assert "whet-offers" not in described
 
 
 def test_json_holds_the_same(command: Any, offers: Any, install: Any) -> None:

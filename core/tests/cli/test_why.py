@@ -67,7 +67,10 @@ def test_a_name_that_is_offered_twice_names_both(command: Any, offers: Any, inst
     done = command("plugins", "why", "clip")
     assert done.returncode == 1
     assert "offered by  whet-again 2.5, entry point again_hooks = again_hooks" in done.stdout
-    assert "contested   whet-offers offers it too" in done.stdout
+    assert "contested   whet-offers offers it too; choose this one by `use: whet-again/clip`" in done.stdout
+    done = command("plugins", "why", "whet-again/clip")
+    assert done.returncode == 0, done.stdout
+    assert "whet-offers 1.0" not in done.stdout
 
 
 def test_an_unknown_name_gives_near_ones_and_quotes_broken_plugins(command: Any, offers: Any, install: Any) -> None:

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import frozen
 
 import whet
-from whet.component import resolve
+from whet.component import Selection, resolve
+from whet.config.sections import selection
+from whet.config.structure import structure, unstructure
 from whet.errors import PluginError
 from whet.plugins.registry import Registry, load_plugins
 
@@ -24,6 +27,14 @@ LOGGER = """
     def whet_loggers():
         return [Component("{name}", Config, "{target}")]
 """
+
+
+@frozen
+class Holder:
+    """A section with a component."""
+
+    one: Selection = selection("loggers")
+    """The logger."""
 
 
 def logger(name: str, target: str = "some.module:Logger") -> str:
@@ -108,10 +119,26 @@ def test_a_name_offered_twice_names_both_distributions_when_it_is_asked_for(inst
     install("whet-three", {"three_hooks": logger("other")})
     registry = load_plugins()
     assert registry.find("loggers", "other")
-    assert list(registry.offers("loggers")) == ["other"]
+    assert list(registry.offers("loggers")) == ["other", "whet-one/same", "whet-two/same"]
     assert list(registry.contested("loggers")) == ["same"]
-    with pytest.raises(PluginError, match="whet-one and whet-two"):
+    with pytest.raises(PluginError, match="whet-one and whet-two; choose one by `use: whet-one/same` or `use: whet-tw"):
         registry.find("loggers", "same")
+    assert registry.find("loggers", "Whet_Two/same").distribution == "whet-two"
+    assert registry.find("loggers", "whet-three/other").component.name == "other"
+    with pytest.raises(PluginError, match=r"no logger 'whet-tow/same' \(did you mean 'whet-two/same'\?\)"):
+        registry.find("loggers", "whet-tow/same")
+    held = structure({"one": "whet-two/same"}, Holder, registry)
+    assert (held.one.name, held.one.distribution) == ("same", "whet-two")
+    assert unstructure(held) == {"one": {"use": "whet-two/same"}}
+
+
+def test_a_single_file_is_named_by_its_file(install: Any, tmp_path: Path) -> None:
+    install("whet-one", {"one_hooks": logger("same")})
+    (tmp_path / "mine.py").write_text(textwrap.dedent(logger("same")))
+    registry = load_plugins()
+    registry.load_file(tmp_path / "mine.py")
+    assert registry.find("loggers", "mine/same").distribution == str(tmp_path / "mine.py")
+    assert registry.find("loggers", "whet-one/same").distribution == "whet-one"
 
 
 @pytest.mark.parametrize("requires", ["whet>=99", "whet<0.0.1", "whet==3.*; python_version > '3'"])

@@ -31,12 +31,17 @@ class Row(NamedTuple):
     offer: "Offer | None" = None
     """None for a command and an endpoint."""
     contested: tuple[str, ...] = ()
-    """Distributions that offer the same component too, so that no config can use it."""
+    """Distributions that offer a component of the same name too, so that only DISTRIBUTION/NAME chooses this one."""
 
     @property
     def title(self) -> str:
         """Return KIND/NAME."""
         return f"{self.kind}/{self.name}"
+
+    def means(self, name: str) -> bool:
+        """Return whether a user means this row: by its name, its title, its distribution, or a part of its name."""
+        short = self.name.rpartition("/")[2]
+        return name in (self.name, self.title, self.distribution, short, f"{self.kind}/{short}")
 
 
 def offered(registry: "Registry") -> list[Row]:
@@ -47,11 +52,10 @@ def offered(registry: "Registry") -> list[Row]:
 
     rows = []
     for kind in KINDS:
-        names = {name: [offer] for name, offer in registry.offers(kind).items()} | registry.contested(kind)
-        for name, offers in sorted(names.items()):
-            for offer in offers:
-                others = tuple(other.distribution for other in offers if other is not offer)
-                rows.append(Row(kind, name, offer.distribution, summary(offer.component.config), offer, others))
+        for use, offer in registry.offers(kind).items():
+            alike = registry.contested(kind).get(offer.component.name, [])
+            others = tuple(other.distribution for other in alike if other is not offer)
+            rows.append(Row(kind, use, offer.distribution, summary(offer.component.config), offer, others))
     commands = [Row("commands", command.entry.name, command.owner, command.about) for command in installed()]
     endpoints = [Row("endpoints", FEATURE, owner, "Addresses of the model.") for owner in registry.targets(HOOK)]
     return [*rows, *sorted(commands), *sorted(endpoints)]
@@ -72,7 +76,7 @@ def plugins(context: click.Context, config: str | None, as_json: bool) -> None:
         click.echo(json.dumps(document, indent=2))
         return
     if registry.sources:
-        _print_table(("kind", "use", "distribution", "what it is"), (row[:4] for row in rows if not row.contested))
+        _print_table(("kind", "use", "distribution", "what it is"), (row[:4] for row in rows))
     else:
         _print_what_to_install()
     for kind, names in document["contested"].items():
@@ -88,9 +92,9 @@ def _by_kind(rows: "Sequence[Row]", broken: "Sequence[Broken]") -> dict[str, Any
     usable: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
     contested: dict[str, dict[str, list[str]]] = {kind: {} for kind in KINDS}
     for row in rows:
-        if row.contested:
-            contested[row.kind].setdefault(row.name, []).append(row.distribution)
-        elif row.offer:
+        if row.offer and row.contested:
+            contested[row.kind].setdefault(row.offer.component.name, []).append(row.distribution)
+        if row.offer:
             usable[row.kind][row.name] = row.distribution
     return {
         "components": usable,
@@ -139,7 +143,7 @@ def why(name: str, config: str | None, as_json: bool) -> int:
 
     registry = load_registry(config)
     rows = offered(registry)
-    named = [row for row in rows if name in (row.name, row.title, row.distribution)]
+    named = [row for row in rows if row.means(name)]
     found = [_component(row, row.offer) for row in named if row.offer]
     beside = [dict(zip(Row._fields[:4], row, strict=False)) for row in named if row.offer is None]
     broken = _suspects(registry, name, bool(named))
@@ -153,7 +157,9 @@ def why(name: str, config: str | None, as_json: bool) -> int:
         blocks = ["\n".join(_described(one)) for one in [*found, *beside]]
         text = "\n\n".join(blocks) if named else "\n".join(_missing(name, rows, elsewhere, near, config))
         click.echo("\n".join([text, *_quoted(broken)]))
-    return 0 if named and not any(one["fault"] or one["contested"] for one in found) else 1
+    return (
+        0 if named and not any(one["fault"] or (one["contested"] and one["name"] not in name) for one in found) else 1
+    )
 
 
 def _component(row: Row, offer: "Offer") -> dict[str, Any]:
@@ -200,7 +206,7 @@ def _described(one: "Mapping[str, Any]") -> "Iterator[str]":
     yield f"  offered by  {installed if one['module'] else 'the single file ' + one['distribution']}"
     if one["contested"]:
         others = " and ".join(one["contested"])
-        yield f"  contested   {others} offers it too, so no config can use it; remove all but one of them"
+        yield f"  contested   {others} offers it too; choose this one by `use: {one['name']}`"
     yield f"  target      {one['target']}: {one['fault'] or 'it can be imported'}"
     if one["facts"]:
         yield f"  facts       {one['facts']}"

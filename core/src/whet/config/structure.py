@@ -74,7 +74,7 @@ def unstructure(value: Any, *, portable: bool = False, path: Callable[[Any], Any
         config = inside(value.config)
         return {"kind": value.kind, "component": component, "config": config, "distribution": value.distribution}
     if isinstance(value, Selection):
-        return {"use": value.name, **inside(value.config)}
+        return {"use": value.use, **inside(value.config)}
     if attrs.has(type(value)):
         fields: dict[str, Any] = {}
         for field in attrs.fields(type(value)):
@@ -272,7 +272,7 @@ class _Structurer:
             return self.refuse(at, f"{words} already; its author must rename it")
         rest = {key: item for key, item in value.items() if key != "use"}
         config = self.attrs_class(rest, offer.component.config, at, reserved)
-        return Selection(kind, offer.component, config, offer.distribution)
+        return Selection(kind, offer.component, config, offer.distribution, name)
 
     def _portable(self, value: Any, at: _At) -> Selection:
         component = Component(**value["component"] | {"config": resolve(value["component"]["config"])})

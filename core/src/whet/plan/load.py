@@ -13,7 +13,7 @@ from whet.config.messages import found_words
 from whet.config.renamed import renewed
 from whet.config.sections import Config
 from whet.config.structure import structure
-from whet.errors import ConfigError
+from whet.errors import ConfigError, PluginError
 from whet.plan.layers import Layer, laid_over, merged, placing, read_override
 from whet.plugins.catalog import catalog
 from whet.plugins.endpoints import missing_endpoints
@@ -113,10 +113,11 @@ def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]
 def _shareable(backend: Any, registry: Registry) -> Any:
     """Leave out what is of the policy alone; a section that holds something else is refused when it is structured."""
     use = backend.get("use") if isinstance(backend, dict) else None
-    offer = registry.offers("backends").get(use) if isinstance(use, str) else None
-    if offer is None:
+    try:
+        component = registry.find("backends", str(use)).component
+    except PluginError:
         return backend
-    own = {field.alias for field in fields(offer.component.config) if field.metadata.get("policy")}
+    own = {field.alias for field in fields(component.config) if field.metadata.get("policy")}
     return {key: value for key, value in backend.items() if key not in own}
 
 

@@ -120,7 +120,7 @@ def _leaves(instance: Any, path: KeyPath, owner: str) -> Iterator[_Leaf]:
 
 def _values(value: Any, path: KeyPath, holder: _Leaf) -> Iterator[_Leaf]:
     if isinstance(value, Selection):
-        yield attrs.evolve(holder, path=(*path, "use"), value=value.name)
+        yield attrs.evolve(holder, path=(*path, "use"), value=value.use)
         yield from _leaves(value.config, path, f"`{value.name}` of {value.distribution}")
     elif attrs.has(type(value)):
         yield from _leaves(value, path, holder.owner)

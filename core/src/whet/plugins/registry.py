@@ -52,6 +52,11 @@ class Offer:
     """The distribution, or the path of a single-file plugin."""
     source: Source
 
+    @property
+    def use(self) -> str:
+        """Return the text that chooses this offer among others of its name: `DISTRIBUTION/NAME`, or `FILE/NAME`."""
+        return f"{self.distribution if self.source.module else self.source.name}/{self.component.name}"
+
 
 @frozen
 class Broken:
@@ -89,24 +94,29 @@ class Registry:
         return tuple(self._sources.values())
 
     def offers(self, kind: Kind) -> dict[str, Offer]:
-        """Return the components of a kind by name, without those that are offered twice."""
-        return {name: offers[0] for name, offers in sorted(self._offers[kind].items()) if len(offers) == 1}
+        """Return the components of a kind by what chooses them: the name, or `Offer.use` if it is offered twice."""
+        named = sorted(self._offers[kind].items())
+        return {offer.use if len(offers) > 1 else name: offer for name, offers in named for offer in offers}
 
     def contested(self, kind: Kind) -> dict[str, list[Offer]]:
         """Return the components of a kind that are offered more than once."""
         return {name: offers for name, offers in sorted(self._offers[kind].items()) if len(offers) > 1}
 
     def find(self, kind: Kind, name: str) -> Offer:
-        """Return a component. Raises `PluginError` with the nearest name and every broken plugin that might
-        offer it.
+        """Return a component by its name or by `Offer.use`. Raises `PluginError` with the nearest name and every
+        broken plugin that might offer it.
         """
-        offers = self._offers[kind].get(name, [])
+        owner, _, short = name.rpartition("/")
+        offers = self._offers[kind].get(short, [])
+        if owner:
+            offers = [offer for offer in offers if canonicalize_name(offer.use) == canonicalize_name(name)]
         if len(offers) == 1:
             return offers[0]
         if offers:
             owners = " and ".join(sorted(offer.distribution for offer in offers))
-            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; remove all but one of them")
-        known = self._elsewhere(kind, name) or choice_words(name, self._offers[kind])
+            forms = " or ".join(sorted(f"`use: {offer.use}`" for offer in offers))
+            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; choose one by {forms}")
+        known = self._elsewhere(kind, short) or choice_words(name, self.offers(kind))
         known = known or f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
         suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
         quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""

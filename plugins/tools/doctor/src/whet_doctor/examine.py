@@ -110,7 +110,9 @@ def _plugins(registry: Registry) -> Iterator[Check]:
     for kind in KINDS:
         for name, offers in registry.contested(kind).items():
             owners = " and ".join(offer.distribution for offer in offers)
-            yield Check("plugins", "warn", f"{kind}/{name} is offered by {owners}", "uninstall all but one of them")
+            yield Check(
+                "plugins", "warn", f"{kind}/{name} is offered by {owners}", "choose one by `use: DISTRIBUTION/NAME`"
+            )
 
 
 def _torch(seconds: float, plan: Prepared | None = None) -> Iterator[Check]:
