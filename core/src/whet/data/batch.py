@@ -28,7 +28,8 @@ class Batch:
     per_sequence: Mapping[str, Any]
     """Columns of leading dimension B. Always there: lengths, prompt_lengths, group, episode, unit (int64)."""
     info: Mapping[str, Any] = field(factory=dict)
-    """Plain values that belong to the whole batch, e.g. the environment names that `env` indexes."""
+    """Plain values that belong to the whole batch, e.g. the environment names that `env` indexes. In a run, every batch
+    that a backend receives has `step`, the number of the step, and `steps`, the number of steps of the whole run."""
 
     def __attrs_post_init__(self) -> None:
         for name in TOKEN_COLUMNS:

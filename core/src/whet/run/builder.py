@@ -70,7 +70,7 @@ class Attempt:
     again: bool = False
     """Whether this process has built the run before, and lost its workers."""
     spans: Spans = Factory(Spans)
-    roles: dict[str, "Backend"] = Factory(dict)
+    roles: dict[str, BackendHandle] = Factory(dict)
     """Further models, by name, once they are started."""
 
 
@@ -176,6 +176,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         saved.get("algorithm", {}), attempt.interrupts,
     )  # fmt: skip
     attempt.closers.append(steps.close)
+    for handle in (models.backend, *attempt.roles.values()):
+        handle.now = lambda: {"step": steps.done + 1, "steps": steps.total}
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
         "config": config,

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from whet.data.spans import Spans
 from whet.run.steps import Interrupted
 
@@ -71,6 +73,11 @@ class BackendHandle:
 
     def __init__(self, backend: "Backend", *around: Around) -> None:
         self._backend, self._managers = backend, around
+        self.now: Callable[[], Mapping[str, int]] = dict
+        """Returns the `step` of the run and its `steps` in all. Each batch has them in its `info`."""
+
+    def _with_step(self, batch: "Batch") -> "Batch":
+        return evolve(batch, info={**batch.info, **self.now()})
 
     @contextmanager
     def _around(self, method: str) -> Iterator[None]:
@@ -82,17 +89,18 @@ class BackendHandle:
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
         """See `Backend.train`."""
         with self._around("train"):
-            return self._backend.train(batch, loss, count_over)
+            over = count_over and self._with_step(count_over)
+            return self._backend.train(self._with_step(batch), loss, over)
 
     def evaluate(self, batch: "Batch", loss: "Spec") -> "Mapping[str, Metric]":
         """See `Backend.evaluate`."""
         with self._around("evaluate"):
-            return self._backend.evaluate(batch, loss)
+            return self._backend.evaluate(self._with_step(batch), loss)
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: "Weights" = "policy") -> dict[str, Any]:
         """See `Backend.score`."""
         with self._around("score"):
-            return self._backend.score(batch, outputs, weights)
+            return self._backend.score(self._with_step(batch), outputs, weights)
 
     def send_weights(self, spec: "TransferSpec") -> "Pending":
         """See `Backend.send_weights`."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
@@ -56,6 +57,8 @@ def random_batch(
 ) -> Batch:
     """Return sequences of different lengths: a prompt, then an answer of which most tokens are to be learned.
 
+    As in a run, the `info` of the batch has `step` and `steps`.
+
     A group has `group_size` sequences with the same prompt. A unit has `unit_size` sequences. Raises `KeyError` for a
     column that neither `COLUMNS` nor `makers` can make.
     """
@@ -79,4 +82,4 @@ def random_batch(
         if name not in known:
             raise KeyError(f"nobody says how to make the column {name!r}; known are {', '.join(sorted(known))}")
         batch = batch.with_columns(**{name: known[name](batch, rng)})
-    return batch
+    return evolve(batch, info={"step": 2, "steps": 10})
