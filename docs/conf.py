@@ -21,8 +21,8 @@ exclude_patterns = ["docs/_build", ".*", "runs", "models"]
 
 HOW_TO = (
     "install", "sft-on-your-data", "own-environment", "foreign-agent", "own-reward", "own-loss",
-    "own-advantages-or-filter", "write-a-plugin", "write-a-recipe", "read-metrics", "read-a-report", "resume",
-    "evaluate", "debug", "use-as-a-library", "gsm8k", "memory",
+    "own-advantages-or-filter", "own-hooks", "write-a-plugin", "write-a-recipe", "read-metrics", "read-a-report",
+    "resume", "evaluate", "debug", "use-as-a-library", "gsm8k", "memory",
 )  # fmt: skip
 CONTENTS = {
     "docs/README": {

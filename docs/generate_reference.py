@@ -33,8 +33,9 @@ HOOKS = """\
 # Hooks
 
 A plugin implements any of these in the module that its entry point in the group `whet` names, marked with
-`@whet.hookimpl`. Hooks run on the driver only. They see configs, plain numbers and core records, never a tensor.
-[Publish an environment](../tutorials/publish-an-environment.md) shows a whole plugin."""
+`@whet.hookimpl`, or as methods of an object with settings that the section `hooks` of a config names. Hooks run on the
+driver only. They see configs, plain numbers and core records, never a tensor.
+[Write your own hooks](../how-to/own-hooks.md) shows how."""
 CONFIG = """\
 # Config
 
@@ -60,6 +61,7 @@ WHERE = {
     "algorithms": "`algorithm:`. It is the loop of a run.",
     "advantages": "`algorithm.advantages:`, of algorithms that compare answers. A pure function of rewards and groups.",
     "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",
+    "hooks": "`hooks:`. Its methods are called as the hooks of a plugin, in this run alone.",
 }
 """Under which key a component of a kind stands, and what it is for."""
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attrs import Factory, field, frozen
 
@@ -16,10 +16,10 @@ from whet.errors import PluginError
 CORE_VERSION = "0.1.0"
 """Version of the distribution `whet`, and value of `whet.__version__`."""
 
-Kind = Literal["backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters"]
-KINDS: tuple[Kind, ...] = (
-    "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters",
-)  # fmt: skip
+Kind = Literal[
+    "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters", "hooks"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _FILE = "file:"
 
@@ -105,7 +105,7 @@ class MemoryTerm:
 class Facts:
     """Facts about a component of any kind. Planning derives compatibility from facts, never from a list of names.
 
-    Each kind except loggers has its own class below.
+    Each kind except loggers and hooks has its own class below.
     """
 
     notes: tuple[str, ...] = ()
@@ -252,6 +252,7 @@ FACTS: Mapping[Kind, type[Facts]] = {
     "algorithms": AlgorithmFacts,
     "advantages": AdvantagesFacts,
     "filters": FilterFacts,
+    "hooks": Facts,
 }
 """The class of facts of each kind."""
 

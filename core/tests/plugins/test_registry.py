@@ -65,6 +65,14 @@ def test_an_installed_plugin_offers_its_components(install: Any) -> None:
         ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(wrong): return []", "whet_loggers"),
         ("from whet import hookimpl\n@hookimpl\ndef whet_logers(): return []", "did you mean 'whet_loggers'?"),
         ("def whet_loggers(): return []", "not marked with @whet.hookimpl"),
+        (
+            "from whet import hookimpl\n@hookimpl\ndef whet_run(algorithm, parts): return True",
+            "its whet_run would replace that of core; write @hookimpl(wrapper=True) and yield",
+        ),
+        (
+            "from whet import hookimpl\n@hookimpl\ndef whet_worker_group(group): return group",
+            "would replace that of core",
+        ),
         ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): return 3", "it gave 3, wanted an iterable"),
         ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): pass", "it gave None, wanted an iterable"),
         ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): return [3]", "gave 3, wanted a Component"),

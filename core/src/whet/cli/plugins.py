@@ -38,11 +38,6 @@ class Row(NamedTuple):
         """Return KIND/NAME."""
         return f"{self.kind}/{self.name}"
 
-    def means(self, name: str) -> bool:
-        """Return whether a user means this row: by its name, its title, its distribution, or a part of its name."""
-        short = self.name.rpartition("/")[2]
-        return name in (self.name, self.title, self.distribution, short, f"{self.kind}/{short}")
-
 
 def offered(registry: "Registry") -> list[Row]:
     """Return what all installed plugins offer, kind by kind."""
@@ -143,7 +138,7 @@ def why(name: str, config: str | None, as_json: bool) -> int:
 
     registry = load_registry(config)
     rows = offered(registry)
-    named = [row for row in rows if row.means(name)]
+    named = [row for row in rows if name == row.distribution or f"/{row.title}".endswith(f"/{name}")]
     found = [_component(row, row.offer) for row in named if row.offer]
     beside = [dict(zip(Row._fields[:4], row, strict=False)) for row in named if row.offer is None]
     broken = _suspects(registry, name, bool(named))
@@ -157,9 +152,7 @@ def why(name: str, config: str | None, as_json: bool) -> int:
         blocks = ["\n".join(_described(one)) for one in [*found, *beside]]
         text = "\n\n".join(blocks) if named else "\n".join(_missing(name, rows, elsewhere, near, config))
         click.echo("\n".join([text, *_quoted(broken)]))
-    return (
-        0 if named and not any(one["fault"] or (one["contested"] and one["name"] not in name) for one in found) else 1
-    )
+    return 0 if named and not any(one["fault"] or (one["contested"] and "/" not in name) for one in found) else 1
 
 
 def _component(row: Row, offer: "Offer") -> dict[str, Any]:

@@ -33,11 +33,7 @@ def schema(name: str | None, config: str | None, as_json: bool) -> None:
     if name is None:
         _list(classes, as_json)
         return
-    chosen = {
-        title: cls
-        for title, cls in classes.items()
-        if name in (title, title.partition("/")[2], title.rpartition("/")[2])
-    }
+    chosen = {title: cls for title, cls in classes.items() if f"/{title}".endswith(f"/{name}")}
     if not chosen:
         raise _unknown(name, registry, list(classes), config)
     if as_json:

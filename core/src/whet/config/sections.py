@@ -395,5 +395,7 @@ class Config:
     """Where the run is placed."""
     loggers: list[Selection] = field(factory=list, metadata={"kind": "loggers"}, kw_only=True)
     """Further receivers of the metrics, beside the run folder."""
+    hooks: list[Selection] = field(factory=list, metadata={"kind": "hooks"}, kw_only=True)
+    """Hooks with settings, e.g. a profiler. Hooks without settings need no entry: their plugin must be installed."""
     plugins: list[str] = attrs.Factory(list)
     """Single Python files that are loaded as plugins, relative to the config file."""

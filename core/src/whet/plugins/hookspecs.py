@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.component import Component, Problem
     from whet.config.sections import Config
     from whet.interfaces.algorithm import Algorithm, Parts
+    from whet.interfaces.workers import WorkerGroup
 
 hookspec = pluggy.HookspecMarker("whet")
 
@@ -63,6 +64,19 @@ def whet_filters() -> "Iterable[Component]":  # type: ignore[empty-body]
 
 
 @hookspec
+def whet_hooks() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer hooks with settings: objects, built as `target(config, run)` with a `RunInfo`, whose methods are hooks."""
+
+
+@hookspec(firstresult=True)
+def whet_worker_group(role: str, group: "WorkerGroup") -> "WorkerGroup":  # type: ignore[empty-body]
+    """Return what starts the workers of a role. Core's own implementation returns `group`; every other one wraps it.
+
+    :param role: e.g. `backend`. :param group: starts the workers as the plan has it.
+    """
+
+
+@hookspec
 def whet_endpoints() -> "Iterable[str]":  # type: ignore[empty-body]
     """Offer endpoints: OpenAI-compatible addresses of the model, for one episode or for a whole run.
 
@@ -81,7 +95,7 @@ def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[
 
 @hookspec(firstresult=True)
 def whet_run(algorithm: "Algorithm[Any]", parts: "Parts") -> object:
-    """Run the algorithm. Core's own implementation calls `algorithm.run(parts)`; profilers and notifiers wrap it.
+    """Run the algorithm. Core's own implementation calls `algorithm.run(parts)`; every other one is a wrapper of it.
 
     :param algorithm: the built algorithm. :param parts: the parts of the run, which the algorithm uses.
     """

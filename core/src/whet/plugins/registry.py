@@ -175,7 +175,7 @@ class Registry:
         """Load one plugin, which the manager names `key`. A broken one is recorded."""
         try:
             plugin = load()
-            _validate(plugin)
+            validate(plugin)
             self.manager.register(plugin, name=key)
         except (Exception, SystemExit) as error:  # a command that works without the plugin must not fail
             self.broken.append(_broken(source, _reason(error), error=error))
@@ -275,14 +275,17 @@ def other_core(distribution: Distribution) -> str | None:
     return None
 
 
-def _validate(plugin: Any) -> None:
-    """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know or would never call."""
+def validate(plugin: Any) -> None:
+    """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own."""
     probe = new_manager()
     known = set(vars(probe.hook))
     probe.register(plugin)
     for name in sorted(set(vars(probe.hook)) - known):
         if not all(implementation.optionalhook for implementation in getattr(probe.hook, name).get_hookimpls()):
             raise PluginError(f"whet has no hook {name!r}{choice_words(name, known)}")
+    for hook in (probe.hook.whet_run, probe.hook.whet_worker_group):
+        if not all(implementation.wrapper for implementation in hook.get_hookimpls()):
+            raise PluginError(f"its {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield")
     for name in dir(plugin):
         value = inspect.getattr_static(plugin, name)
         own = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)

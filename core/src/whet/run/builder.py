@@ -26,6 +26,7 @@ from whet.interfaces.state import Components
 from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
+from whet.plugins.registry import validate
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.handles import Around, BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
@@ -131,6 +132,11 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     from whet.run.steps import Steps
 
     config, run, roles, folder, inputs = prepared.config, begun.run, prepared.roles, attempt.folder, begun.inputs
+    manager = prepared.loaded.registry.manager
+    for chosen in config.hooks:
+        validate(hooks := build_selection(chosen, begun.info))
+        manager.register(hooks)
+        attempt.closers.append(partial(manager.unregister, hooks))
     if attempt.again:
         attempt.observers.rewind(run.saved.step if run.saved else -1)
     else:
@@ -243,7 +249,7 @@ def start(
 
     def build(role: str) -> Any:
         context = RoleContext(
-            worker_group=group_of(role),
+            worker_group=attempt.observers.hooks.whet_worker_group(role=role, group=group_of(role)),
             model=prepared.models.get(role, prepared.model),
             run=info,
             seed=prepared.config.run.seed,

@@ -11,6 +11,7 @@ from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import Algorithm, Parts
+    from whet.interfaces.workers import WorkerGroup
 
 hookimpl = pluggy.HookimplMarker("whet")
 
@@ -23,6 +24,11 @@ class CoreHooks:
         """Run the algorithm."""
         algorithm.run(parts)
         return True
+
+    @hookimpl(trylast=True)
+    def whet_worker_group(self, group: "WorkerGroup") -> "WorkerGroup":
+        """Return the group unchanged."""
+        return group
 
 
 class Observers:

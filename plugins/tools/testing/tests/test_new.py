@@ -108,6 +108,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
         "rollout": {"max_tokens": 4},
         "environments": ["my-environment"],
         "loggers": ["my-logger"],
+        "hooks": [{"use": "my-hook", "metric": "ratio/mean", "at_least": 0.5}],
         "cluster": {"threads": {"backend": 1, "generator": 1}},
     }
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
@@ -115,6 +116,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert {row.split(",")[0] for row in rows if ",ratio/mean," in row} == {"1", "2"}
+    assert (tmp_path / "run" / "my-hook.txt").read_text().endswith(" at step 1\n")
 
 
 def test_their_keys_are_explained(packages: Packages, tmp_path: Path) -> None:

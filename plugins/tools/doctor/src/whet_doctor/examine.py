@@ -111,7 +111,7 @@ def _plugins(registry: Registry) -> Iterator[Check]:
         for name, offers in registry.contested(kind).items():
             owners = " and ".join(offer.distribution for offer in offers)
             yield Check(
-                "plugins", "warn", f"{kind}/{name} is offered by {owners}", "choose one by `use: DISTRIBUTION/NAME`"
+                "plugins", "warn", f"{kind}/{name} is offered by {owners}", "use: DISTRIBUTION/NAME chooses one"
             )
 
 

@@ -49,6 +49,7 @@ STARTS: dict[str, _Start] = {
     ),
     "filter": _Start("filters", "A filter", "groups neither too hard nor too easy are kept"),
     "logger": _Start("loggers", "A logger", "a CSV file"),
+    "hook": _Start("hooks", "A hook", "a file that tells when a metric reaches a value"),
 }  # fmt: skip
 
 

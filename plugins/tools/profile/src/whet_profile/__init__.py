@@ -1,0 +1,1 @@
+"""Traces of chosen steps, by torch.profiler."""
