@@ -49,8 +49,5 @@ class Loss(Protocol):
         ...
 
     def __call__(self, outputs: Mapping[str, Any], batch: "Batch") -> LossResult:
-        """Return each term's sum over this micro-batch, and metrics.
-
-        A weight that depends on the step is a factor of the sum: `batch.info` has `step` and `steps`.
-        """
+        """Return each term's sum over this micro-batch, and metrics. `batch.info` has the `step` of the run."""
         ...

@@ -107,9 +107,8 @@ class Registry:
         broken plugin that might offer it.
         """
         owner, _, short = name.rpartition("/")
-        offers = self._offers[kind].get(short, [])
-        if owner:
-            offers = [offer for offer in offers if canonicalize_name(offer.use) == canonicalize_name(name)]
+        alike, wanted = self._offers[kind].get(short, []), canonicalize_name(name)
+        offers = [offer for offer in alike if not owner or canonicalize_name(offer.use) == wanted]
         if len(offers) == 1:
             return offers[0]
         if offers:
