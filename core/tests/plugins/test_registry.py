@@ -12,7 +12,7 @@ from whet.component import Selection, resolve
 from whet.config.sections import selection
 from whet.config.structure import structure, unstructure
 from whet.errors import PluginError
-from whet.plugins.registry import Registry, load_plugins
+from whet.plugins.registry import Registry, load_plugins, validate
 
 LOGGER = """
     from attrs import frozen
@@ -231,3 +231,19 @@ def test_registries_share_nothing(install: Any) -> None:
     one, two = load_plugins(), Registry()
     assert one.manager is not two.manager
     assert two.offers("loggers") == {}
+
+
+def test_an_object_with_hooks_that_would_replace_training_is_refused_by_its_name() -> None:
+    class Replacing:
+        @whet.hookimpl
+        def whet_run(self, algorithm: Any) -> bool:
+            return True
+
+    class Wrapping:
+        @whet.hookimpl(wrapper=True)
+        def whet_run(self) -> Any:
+            return (yield)
+
+    with pytest.raises(PluginError, match="the hook 'fast' of whet-fast: its whet_run would replace that of core"):
+        validate(Replacing(), "the hook 'fast' of whet-fast: its")
+    validate(Wrapping())

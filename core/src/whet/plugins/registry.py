@@ -274,7 +274,7 @@ def other_core(distribution: Distribution) -> str | None:
     return None
 
 
-def validate(plugin: Any) -> None:
+def validate(plugin: Any, whose: str = "its") -> None:
     """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own."""
     probe = new_manager()
     known = set(vars(probe.hook))
@@ -284,7 +284,9 @@ def validate(plugin: Any) -> None:
             raise PluginError(f"whet has no hook {name!r}{choice_words(name, known)}")
     for hook in (probe.hook.whet_run, probe.hook.whet_worker_group):
         if not all(implementation.wrapper for implementation in hook.get_hookimpls()):
-            raise PluginError(f"its {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield")
+            raise PluginError(
+                f"{whose} {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield"
+            )
     for name in dir(plugin):
         value = inspect.getattr_static(plugin, name)
         own = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)

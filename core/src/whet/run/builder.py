@@ -134,7 +134,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     config, run, roles, folder, inputs = prepared.config, begun.run, prepared.roles, attempt.folder, begun.inputs
     manager = prepared.loaded.registry.manager
     for chosen in config.hooks:
-        validate(hooks := build_selection(chosen, begun.info))
+        hooks = build_selection(chosen, begun.info)
+        validate(hooks, f"the hook {chosen.name!r} of {chosen.distribution}: its")
         manager.register(hooks)
         attempt.closers.append(partial(manager.unregister, hooks))
     if attempt.again:
