@@ -16,7 +16,8 @@ class ProfileConfig:
     """Traces of chosen steps, in the folder `profile` of the run folder. A step that is traced takes longer."""
 
     steps: list[int] = field(factory=lambda: [2], validator=_STEPS)
-    """The steps to trace. The first step of a run is slower than the others, because it allocates memory."""
+    """The steps to trace. The first step of a run is slower than the others, because it allocates memory.
+    A number above the last step has no effect."""
     ranks: list[int] = field(factory=lambda: [0], validator=_RANKS)
     """The ranks to trace; empty: all ranks."""
     roles: list[str] = field(factory=lambda: ["backend"], validator=min_len(1))

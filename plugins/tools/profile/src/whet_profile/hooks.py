@@ -19,7 +19,7 @@ def whet_hooks() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Find roles that cannot be traced, and steps that the run does not have."""
+    """Find roles that cannot be traced."""
     known = ["backend", *config.roles]
     for i, chosen in enumerate(config.hooks):
         if not isinstance(chosen.config, ProfileConfig):
@@ -28,6 +28,3 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
             if role not in known:
                 why = "serves requests that overlap" if role == "generator" else "is no role of this run"
                 yield Problem(f"hooks.{i}.roles", f"{role} {why}; wanted some of {', '.join(known)}")
-        last = config.run.steps
-        if last is not None and min(chosen.config.steps) > last:
-            yield Problem(f"hooks.{i}.steps", f"begins after the last step of the run, which is {last}")
