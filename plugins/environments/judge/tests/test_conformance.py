@@ -32,9 +32,9 @@ class TestPrompts(EnvironmentContract):
     @pytest.fixture(autouse=True)
     def files(self, tmp_path):
         self.dataset = {}
-        for split in self.splits:
+        for factor, split in enumerate(self.splits, start=6):
             self.dataset[split] = str(tmp_path / f"{split}.jsonl")
-            (tmp_path / f"{split}.jsonl").write_text('{"prompt": "6*7?"}\n{"prompt": "7*7?"}\n')
+            (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "{factor}*7?"}}\n{{"prompt": "{factor}*9?"}}\n')
 
     def make(self):
         return Judge(JudgeConfig(dataset=self.dataset), {"judge": Length()})

@@ -19,6 +19,7 @@ from whet_testing.fakes import FakeModel
 pytest_plugins = ["pytester"]
 
 TASKS = [Task(f"What is {i}+1?", {"answer": str(i + 1)}) for i in range(20)]
+HELD_OUT = [Task(f"What is {i}+1?", {"answer": str(i + 1)}) for i in range(20, 40)]
 
 
 def correct(text: str, data: Mapping[str, Any]) -> float:
@@ -26,7 +27,7 @@ def correct(text: str, data: Mapping[str, Any]) -> float:
 
 
 def sums(tasks: Sequence[Task] = TASKS, **rewards: Any) -> SingleTurn:
-    return SingleTurn({"train": tasks, "test": tasks}, rewards or {"correct": correct})
+    return SingleTurn({"train": tasks, "test": HELD_OUT}, rewards or {"correct": correct})
 
 
 class Sums(EnvironmentContract):
@@ -45,12 +46,12 @@ class TestOfAGoodEnvironment(Sums):
 
 class TestOfAnEnvironmentThatStatesAnswers(Sums):
     def make(self) -> Any:
-        return SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=str.strip)
+        return SingleTurn({"train": TASKS, "test": HELD_OUT}, {"correct": correct}, answer=str.strip)
 
 
 class TestOfAnEnvironmentOfTwoTurns(Sums):
     def make(self) -> Any:
-        return TwoTurns({"train": TASKS, "test": TASKS[:3]}, {"correct": correct})
+        return TwoTurns({"train": TASKS, "test": HELD_OUT[:3]}, {"correct": correct})
 
     def gold(self, task: Task) -> list[str]:  # type: ignore[override]
         return ["let me see", str(task.data["answer"])]
@@ -127,6 +128,21 @@ def backtracking(text: str, data: Mapping[str, Any]) -> float:
         return 0.0
 
 
+def told(text: str, data: Mapping[str, Any]) -> float:
+    """Accept the answer anywhere in the text, 12 for 1 included."""
+    return float(data["answer"] in text)
+
+
+def listed(text: str, data: Mapping[str, Any]) -> float:
+    """Accept the answer among others."""
+    return float(data["answer"] in re.findall(r"[0-9]+", text[:1000]))
+
+
+def boxed(text: str, data: Mapping[str, Any]) -> float:
+    """Accept the last box."""
+    return float(re.findall(r"\\boxed{([^{}]*)}", text[-1000:])[-1:] == [data["answer"]])
+
+
 def drawing(text: str, data: Mapping[str, Any]) -> float:
     return float(next(DrawnTasks.drawn))
 
@@ -135,6 +151,20 @@ def sleeping(text: str, data: Mapping[str, Any]) -> float:
     time.sleep(0.3)
     return 0.0
 
+
+def hiding(text: str, data: Mapping[str, Any]) -> float:
+    time.sleep(0.001)
+    return correct(text, data)
+
+
+def computing(text: str, data: Mapping[str, Any]) -> float:
+    begin = time.monotonic()
+    while time.monotonic() < begin + 2:
+        pass
+    return correct(text, data)
+
+
+SHOWN = [Task(f"The answer to {i}+1 is {i + 1}. What is {i}+1?", task.data) for i, task in enumerate(TASKS)]
 
 MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "an empty split": (lambda: sums(tasks=[]), "test_tasks_of_a_split_are_a_sequence"),
@@ -163,16 +193,90 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "test_the_same_answer_gives_the_same_rewards",
     ),
     "gold that is no answer": (
-        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=lambda text: None),
+        lambda: SingleTurn({"train": TASKS, "test": HELD_OUT}, {"correct": correct}, answer=lambda text: None),
         "test_gold_is_an_answer_that_can_be_voted_for",
     ),
     "an answer that is no text": (
-        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=int),  # type: ignore[arg-type]
+        lambda: SingleTurn({"train": TASKS, "test": HELD_OUT}, {"correct": correct}, answer=int),  # type: ignore[arg-type]
         "test_gold_is_an_answer_that_can_be_voted_for",
     ),
     "one episode at a time": (lambda: two(OneAtATime), "test_concurrent_episodes_do_not_disturb_each_other"),
     "closed once": (lambda: two(ClosedOnce), "test_closing_twice_is_safe"),
 }
+
+
+SILENT: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "a prompt with the answer": (
+        lambda: sums(SHOWN),
+        "test_prompts_do_not_hold_the_answer",
+        r"the prompt holds the right answer in 16 of 16 tasks of 'train'.*set `answer_in_prompt = True`",
+    ),
+    "a grader of substrings": (
+        lambda: sums(correct=told),
+        "test_wrong_answers_do_not_win",
+        r"has the right answer '1', and the wrong response \['17'\] scores full reward.*Compare whole answers",
+    ),
+    "a grader of lists": (
+        lambda: sums(correct=listed),
+        "test_wrong_answers_do_not_win",
+        r"has the right answer '1', and the wrong response \['2, 1, 4'\] scores.*set `mentions_win = True`",
+    ),
+    "the training tasks as test": (
+        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}),
+        "test_splits_have_tasks_of_their_own",
+        r"20 of 20 tasks of a split are in both 'train' and 'test'.*raise `largest_shared`",
+    ),
+    "a hundredth of a second asleep": (
+        lambda: sums(correct=hiding),
+        "test_an_episode_does_not_block_the_others",
+        r"it calls time.sleep in hiding at .*: time.sleep\(0.001\); await it",
+    ),
+    "a busy grader": (
+        lambda: sums(correct=computing),
+        "test_an_episode_does_not_block_the_others",
+        r"the loop did not turn for 1 seconds in computing at .*; await it \(asyncio.sleep\), or run it in a thread",
+    ),
+}
+"""Environments with a silent mistake, the rule that finds it, and the message."""
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_the_contract_says_what_is_silently_wrong(what: str) -> None:
+    make, name, message = SILENT[what]
+    contract = Sums()
+    contract.make = make  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=f"(?s){message}"):
+        getattr(contract, name)(make())
+
+
+def test_an_environment_may_show_the_answer_accept_lists_and_have_few_tasks() -> None:
+    contract = Sums()
+    contract.answer_in_prompt, contract.mentions_win, contract.largest_shared = True, True, 1.0
+    contract.test_prompts_do_not_hold_the_answer(sums(SHOWN))
+    contract.test_wrong_answers_do_not_win(sums(correct=listed))
+    contract.test_splits_have_tasks_of_their_own(SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}))
+
+
+def test_wrong_variants_keep_the_words_around_the_answer() -> None:
+    contract = Sums()
+    contract.gold = lambda task: f"So \\boxed{{{task.data['answer']}}}."  # type: ignore[method-assign]
+    contract.test_wrong_answers_do_not_win(sums(correct=boxed))
+    assert contract._wrong_variants(sums(), TASKS[0]) == [
+        ["So \\boxed{17}."],
+        ["So \\boxed{71}."],
+        ["So \\boxed{2, 1, 4}."],
+        ["So \\boxed{2}.\nSo \\boxed{1}.\nSo \\boxed{4}."],
+    ]
+    with pytest.raises(AssertionError, match=r"the wrong response .*17"):
+        contract.test_wrong_answers_do_not_win(sums(correct=told))
+
+
+def test_wrong_responses_of_the_author_must_not_win() -> None:
+    contract = Sums()
+    contract.wrong = lambda task: [f" {task.data['answer']}"]  # type: ignore[method-assign]
+    contract.test_wrong_answers_do_not_win(sums())
+    with pytest.raises(AssertionError, match="the wrong response ' 1' scores full reward"):
+        contract.test_wrong_answers_do_not_win(sums(correct=lambda text, data: correct(text.strip(), data)))
 
 
 @pytest.mark.parametrize("what", MUTANTS)

@@ -9,25 +9,29 @@
         def gold(self, task: Task) -> str:
             return task.data["answer"]
 
-The tests prove two properties: right answers score full reward, and hostile answers neither raise, nor hang, nor score
-full reward.
+The tests prove that right answers score full reward, and that wrong and hostile answers do not. Hostile answers neither
+raise nor hang.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from whet.data.messages import ROLES, Message
+from whet.data.messages import ROLES, Conversation, Message
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Environment, checked_rewards, stated_answer, states_answers
 from whet_testing.deadline import deadline
 from whet_testing.fakes import FakeModel
 from whet_testing.hostile import HOSTILE_ANSWERS
+from whet_testing.watchdog import run_unblocked
+from whet_testing.wrong_answers import holds, wrong_variants
 
 Gold = str | Sequence[str] | None
+Script = str | Sequence[str] | Callable[[Conversation], str]
 BUILTINS = (str, int, float, bool, bytes, type(None))
 
 
@@ -44,6 +48,14 @@ class EnvironmentContract:
     """Number of tasks of each split that are answered with `gold`."""
     states_answers: bool | None = None
     """`EnvironmentFacts.states_answers` of the component; None skips the comparison."""
+    answer_in_prompt: bool = False
+    """Whether prompts may hold the right answer, as where the model chooses or copies."""
+    mentions_win: bool = False
+    """Whether a response wins that holds the right answer among others."""
+    largest_shared: float = 0.5
+    """Largest share of a split's tasks that another split may have too. 1: splits may be equal."""
+    most_blocked_seconds: float = 1.0
+    """Longest time for which an episode may keep the event loop from turning."""
 
     def make(self) -> Environment:
         """Build the environment under test."""
@@ -52,6 +64,10 @@ class EnvironmentContract:
     def gold(self, task: Task) -> Gold:
         """Return the right answer of a task, or a right answer for each turn. None skips the tests of right answers."""
         return None
+
+    def wrong(self, task: Task) -> Sequence[str | Sequence[str]]:
+        """Return further wrong responses of which a lenient grader might think that they are right."""
+        return ()
 
     @pytest.fixture
     def environment(self) -> Iterable[Environment]:
@@ -108,6 +124,30 @@ class EnvironmentContract:
             assert task.prompt[-1].role != "assistant", "the prompt ends with the assistant's own words"
             assert any(m.text.strip() for m in task.prompt), "the prompt says nothing"
 
+    def test_prompts_do_not_hold_the_answer(self, environment: Environment) -> None:
+        if self.answer_in_prompt:
+            return
+        for split in self.splits:
+            tasks = [task for task in _tasks(environment, [split], self.gold_samples) if self.gold(task) is not None]
+            found = [(task, self._answer(environment, task)) for task in tasks]
+            held = [(task, answer) for task, answer in found if any(holds(m.text, answer) for m in task.prompt)]
+            assert 2 * len(held) <= len(found), (
+                f"the prompt holds the right answer in {len(held)} of {len(found)} tasks of {split!r}, for instance "
+                f"{held[0][1]!r:.60} in {held[0][0].prompt[-1].text!r:.200}: the model would learn to copy. Keep the "
+                "answer in `task.data`; where the model is to choose or to copy, set `answer_in_prompt = True`"
+            )
+
+    def test_splits_have_tasks_of_their_own(self, environment: Environment) -> None:
+        for one, other in pairwise(self.splits):
+            fewer, more = sorted((environment.tasks(one), environment.tasks(other)), key=len)
+            there = {repr((more[i].prompt, more[i].data)) for i in range(min(len(more), 5_000))}
+            some = [fewer[i] for i in _sample(min(len(fewer), 5_000), 200)]
+            shared = sum(repr((task.prompt, task.data)) in there for task in some)
+            assert shared <= self.largest_shared * len(some), (
+                f"{shared} of {len(some)} tasks of a split are in both {one!r} and {other!r}: an evaluation would "
+                "measure what was trained on. Divide the tasks; where there are too few, raise `largest_shared`"
+            )
+
     def test_task_data_is_builtins(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, 5):
             assert _is_plain(task.data), f"{task.data!r:.200} holds something that is no builtin"
@@ -125,6 +165,16 @@ class EnvironmentContract:
             rewards = self._play(environment, task, self._gold_or_skip(task))
             total = _total(environment, rewards)
             assert total == pytest.approx(self.full_reward), f"{task!r:.300} answered with gold gave {rewards}"
+
+    def test_wrong_answers_do_not_win(self, environment: Environment) -> None:
+        for task in _tasks(environment, self.splits[:1], 4):
+            for turns in [*self._wrong_variants(environment, task), *self.wrong(task)]:
+                total = _total(environment, self._play(environment, task, _repeating(turns)))
+                assert total < self.full_reward, (
+                    f"{task!r:.300} has the right answer {self.gold(task)!r:.120}, and the wrong response "
+                    f"{turns!r:.200} scores full reward too. Compare whole answers, not parts of the text; where a "
+                    "response may list several answers, set `mentions_win = True`"
+                )
 
     def test_the_same_answer_gives_the_same_rewards(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
@@ -152,6 +202,12 @@ class EnvironmentContract:
         task = environment.tasks(self.splits[0])[0]
         with deadline(self.deadline_seconds, "the episode"):
             checked_rewards(asyncio.run(environment.run(task, FakeModel("Let me think", stop="length"))), "it")
+
+    def test_an_episode_does_not_block_the_others(self, environment: Environment) -> None:
+        task = environment.tasks(self.splits[0])[0]
+        for answer in ("I do not know.", self.gold(task) or ""):
+            with deadline(self.deadline_seconds, f"an episode answered with {answer!r:.60}"):
+                run_unblocked(environment.run(task, FakeModel(_repeating(answer))), self.most_blocked_seconds)
 
     def test_concurrent_episodes_do_not_disturb_each_other(self, environment: Environment) -> None:
         tasks = _tasks(environment, self.splits[:1], 8)
@@ -182,19 +238,49 @@ class EnvironmentContract:
             pytest.skip("override `gold` to prove that right answers score full reward")
         return gold
 
+    def _answer(self, environment: Environment, task: Task) -> str:
+        """Return the right answer alone: as `final_answer` states it, as in the task's data, or else all of gold."""
+        gold = self._gold_or_skip(task)
+        text, held = gold if isinstance(gold, str) else gold[-1], task.data.get("answer")
+        stated = stated_answer(environment, (*task.prompt, Message("assistant", text)))
+        return stated or (str(held) if held is not None and holds(text, str(held)) else text.strip())
+
+    def _wrong_variants(self, environment: Environment, task: Task) -> list[list[str]]:
+        """Return wrong variants of the right response to a task. In an episode of several turns, the last turn varies.
+
+        The list is empty if the right answer is unknown, or a response may list several answers.
+        """
+        if self.mentions_win or self.gold(task) is None:
+            return []
+        first, *rest = [task, *_tasks(environment, self.splits[:1], self.gold_samples)]
+        pairs = [(_turns(self._gold_or_skip(one)), self._answer(environment, one)) for one in (first, *rest)]
+        (*before, last), answer = pairs[0]
+        others = {other: (turns[-1], other) for turns, other in pairs[1:] if other != answer}
+        return [[*before, text] for text in wrong_variants(last, answer, list(others.values()))]
+
     def _stated(self, environment: Environment, task: Task, answer: str) -> str | None:
         if not states_answers(environment):
             pytest.skip("it has no `final_answer`, so evaluations take no majority votes")
         with deadline(self.deadline_seconds, f"stating the answer of {answer!r:.60}"):
             return stated_answer(environment, (*task.prompt, Message("assistant", answer)))
 
-    def _play(self, environment: Environment, task: Task, answer: str | Sequence[str]) -> dict[str, float]:
+    def _play(self, environment: Environment, task: Task, answer: Script) -> dict[str, float]:
         with deadline(self.deadline_seconds, f"an episode answered with {answer!r:.60}"):
             return checked_rewards(asyncio.run(environment.run(task, FakeModel(answer))), "it")
 
 
 def _total(environment: Environment, rewards: Mapping[str, float]) -> float:
     return sum(environment.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
+
+
+def _turns(answer: str | Sequence[str]) -> list[str]:
+    return [answer] if isinstance(answer, str) else list(answer)
+
+
+def _repeating(answer: str | Sequence[str]) -> Callable[[Conversation], str]:
+    """Return a script that repeats its last answer, for environments that ask again after a wrong one."""
+    left = _turns(answer)
+    return lambda messages: left.pop(0) if len(left) > 1 else left[0]
 
 
 def _sample(length: int, most: int) -> list[int]:
