@@ -124,6 +124,9 @@ class TestKto(LossContract):
     def make(self):
         return unpaired.Kto(config.KtoLossConfig(desirable_weight=1.3, undesirable_weight=0.7))
 
+    def goal(self, batch):
+        return np.where(batch["desirable"], 1, -1)
+
 
 class TestKtoByKinds(TestKto):
     def make(self):
@@ -141,6 +144,9 @@ class TestExoPair(PairContract):
 
 class TestDiscopop(PairContract):
     makes = losses.Discopop(config.DiscopopConfig())
+
+    def goal(self, batch):
+        """Demand nothing: at equal logprobs the loss falls with the margin."""
 
 
 class TestNcaPair(PairContract):
@@ -174,12 +180,15 @@ class TestSharedLength(PairContract):
 class TestSft(PairContract):
     makes = losses.Sft(config.SftLossConfig())
 
+    def goal(self, batch):
+        return np.diff(batch["unit"], prepend=-1) != 0
 
-class TestSftByAnswer(PairContract):
+
+class TestSftByAnswer(TestSft):
     makes = losses.Sft(config.SftLossConfig(average="sequence"))
 
 
-class TestSftOfWholeConversations(PairContract):
+class TestSftOfWholeConversations(TestSft):
     makes = losses.Sft(config.SftLossConfig(of="conversation"))
     makers = TestOrpoOfWholeConversations.makers
 

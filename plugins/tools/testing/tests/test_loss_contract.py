@@ -1,6 +1,7 @@
 """The contracts of losses, advantages and filters hold for good ones, and each rule catches one that breaks it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from whet.data.batch import Batch
 from whet.data.records import Group
 from whet.interfaces.loss import LossResult
 from whet_ops.reductions import expand, segment_sum
+from whet_testing.batches import token_advantages
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.filter import FilterContract
 from whet_testing.contracts.loss import LossContract
@@ -157,6 +159,33 @@ class InOrder(PolicyGradient):
         return super().per_token(outputs, batch) * torch.arange(batch.tokens)
 
 
+class Flipped(PolicyGradient):
+    """Learns the opposite."""
+
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return -super().per_token(outputs, batch)
+
+
+class PolicyOfTokens(PolicyGradient):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return -outputs["logprobs"] * batch["advantages"]
+
+
+class PolicyOfTokensFlipped(PolicyOfTokens):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return -super().per_token(outputs, batch)
+
+
+class PairsFlipped(Pairs):
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        return LossResult({"policy": -super().__call__(outputs, batch).terms["policy"]})
+
+
+class Unlikelihood(Likelihood):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return outputs["logprobs"]
+
+
 class LeakyMetric(PolicyGradient):
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         result = super().__call__(outputs, batch)
@@ -186,6 +215,37 @@ def test_the_contract_catches(kind: type[PolicyGradient], rule: str) -> None:
     contract.make = kind  # type: ignore[method-assign]
     with pytest.raises((AssertionError, KeyError)):
         getattr(contract, rule)()
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit_size", "wanted"),
+    [(Flipped, 1, "likelier"), (PairsFlipped, 2, "likelier"), (Unlikelihood, 1, "likelier")],
+)
+def test_the_contract_says_that_a_sign_is_flipped(kind: Any, unit_size: int, wanted: str) -> None:
+    contract = Policy()
+    contract.make, contract.unit_size = kind, unit_size  # type: ignore[method-assign]
+    message = rf"learned tokens {wanted}, and moves their logprobs by -.* is a sign flipped.*override `goal`"
+    with pytest.raises(AssertionError, match=message):
+        contract.test_a_step_moves_probabilities_towards_the_goal()
+
+
+def test_the_contract_catches_a_flipped_sign_of_token_advantages() -> None:
+    contract = Policy()
+    contract.makers = {"advantages": token_advantages}
+    for kind in (PolicyOfTokens, PolicyOfTokensFlipped):
+        contract.make = kind  # type: ignore[method-assign]
+        with nullcontext() if kind is PolicyOfTokens else pytest.raises(AssertionError, match="move away from it"):
+            contract.test_a_step_moves_probabilities_towards_the_goal()
+
+
+def test_a_loss_may_have_another_goal() -> None:
+    contract = Policy()
+    contract.make = Unlikelihood  # type: ignore[method-assign]
+    contract.goal = lambda batch: -np.ones(batch.sequences)  # type: ignore[method-assign]
+    contract.test_a_step_moves_probabilities_towards_the_goal()
+    contract.goal = lambda batch: None  # type: ignore[method-assign]
+    with pytest.raises(pytest.skip.Exception):
+        contract.test_a_step_moves_probabilities_towards_the_goal()
 
 
 def test_the_contract_catches_influence_of_masked_tokens() -> None:
@@ -249,6 +309,14 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda rewards, group: np.unique(group).astype(np.float32),
         "test_each_sequence_gets_a_finite_number",
     ),
+    "zeros": (
+        lambda rewards, group: np.zeros(len(rewards), np.float32),
+        "test_unequal_rewards_of_a_group_get_unequal_advantages",
+    ),
+    "zeros unless rewards are continuous": (
+        lambda rewards, group: group_mean(rewards, group) * (len(np.unique(rewards)) > 2),
+        "test_unequal_rewards_of_a_group_get_unequal_advantages",
+    ),
     "upside down": (lambda rewards, group: -rewards, "test_a_better_sample_of_a_group_never_gets_less"),
 }
 
@@ -260,6 +328,61 @@ def test_the_contract_catches_an_estimator_that(what: str) -> None:
     contract.make = lambda: of_batch(estimator)  # type: ignore[method-assign]
     with pytest.raises((AssertionError, IndexError)):
         getattr(contract, rule)()
+
+
+def test_the_contract_says_that_nothing_is_learned() -> None:
+    contract = GroupMean()
+    contract.make = lambda: lambda batch: np.zeros(batch.sequences, np.float32)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="in 5 of 5 groups of unequal rewards all advantages are equal.*learn"):
+        contract.test_unequal_rewards_of_a_group_get_unequal_advantages()
+
+
+class OfSummedForks(AdvantagesContract):
+    """The baseline of an estimator that sums the rewards of an episode's forks."""
+
+    def make(self) -> Any:
+        def estimate(batch: Batch) -> Any:
+            _, first, episode = np.unique(batch["episode"], return_index=True, return_inverse=True)
+            return group_mean(np.bincount(episode, batch["reward"]), batch["group"][first])[episode]
+
+        return estimate
+
+
+def test_the_contract_catches_forks_that_are_summed_in_secret() -> None:
+    with pytest.raises(AssertionError):
+        OfSummedForks().test_an_episode_counts_once_however_many_sequences_it_has()
+
+
+class TestOfAnEstimatorThatSumsForks(OfSummedForks):
+    def of_episode(self, rewards: Any) -> float:
+        return float(rewards.sum())
+
+
+class TestOfAnEstimatorOfTokens(AdvantagesContract):
+    """Every token gets the advantage of its sequence, and rows have several tokens to learn."""
+
+    trained_tokens = 3
+
+    def make(self) -> Any:
+        def estimate(batch: Batch) -> Any:
+            of_sequences = expand(of_batch(group_mean)(batch), batch["lengths"])
+            return np.where(batch["loss_mask"], of_sequences, 0).astype(np.float32)
+
+        return estimate
+
+
+def test_the_contract_catches_an_estimator_of_one_token_a_sequence() -> None:
+    contract = GroupMean()
+
+    def estimate(batch: Batch) -> Any:
+        found = np.zeros(batch.tokens, np.float32)
+        found[batch["loss_mask"]] = of_batch(group_mean)(batch)
+        return found
+
+    contract.make = lambda: estimate  # type: ignore[method-assign]
+    contract.test_each_sequence_gets_a_finite_number()
+    with pytest.raises(ValueError, match="NumPy boolean array indexing assignment"):
+        contract.test_sequences_may_have_any_number_of_tokens_to_learn()
 
 
 def test_the_contract_catches_an_estimator_that_works_in_place() -> None:

@@ -19,21 +19,32 @@ from whet_testing.deadline import deadline
 class AdvantagesContract:
     """Inherit this class and override `make`."""
 
+    trained_tokens: int = 1
+    """Number of tokens to learn of each sequence."""
+
     def make(self) -> Any:
         """Build the estimator under test."""
         raise NotImplementedError("override `make` to build the estimator")
 
+    def of_episode(self, rewards: Any) -> float:
+        """Return the reward of an episode from the rewards of its sequences [K], which are equal here.
+
+        Override it where the estimator sums them: `return float(rewards.sum())`.
+        """
+        return float(rewards[0])
+
     def call(self, rewards: Any, group: Any) -> Any:
         """Return advantages for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
-        return self.called(_batch(rewards, group, np.arange(len(rewards))))
+        return self.called(_batch(rewards, group, np.arange(len(rewards)), [self.trained_tokens] * len(rewards)))
 
     def called(self, batch: Batch) -> Any:
-        """Return the advantage of each sequence [B].
-
-        Each sequence has one token to learn. Where advantages are per token, return the advantages of these tokens.
-        """
+        """Return the advantage of each sequence [B]: if advantages are per token, the mean over tokens to learn."""
         found = np.asarray(self.make()(batch))
-        return found if len(found) == batch.sequences else found[batch["loss_mask"]]
+        if len(found) != batch.tokens or not batch.tokens:
+            return found
+        owner = np.repeat(np.arange(batch.sequences), batch["lengths"])[batch["loss_mask"]]
+        summed = np.bincount(owner, found[batch["loss_mask"]], batch.sequences)
+        return (summed / np.bincount(owner, minlength=batch.sequences)).astype(found.dtype)
 
     def test_each_sequence_gets_a_finite_number(self) -> None:
         advantages = np.asarray(self.call(*_rewards(5, 4)))
@@ -71,8 +82,28 @@ class AdvantagesContract:
     def test_an_episode_counts_once_however_many_sequences_it_has(self) -> None:
         rewards, group = _rewards(3, 4)
         copies = np.array([1, 3, 1, 2, 1, 1, 1, 1, 4, 1, 1, 1])
-        found = self.called(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12)))))
-        np.testing.assert_allclose(found, np.repeat(self.call(rewards, group), copies), rtol=1e-5, atol=1e-6)
+        trained = np.full(12, self.trained_tokens)
+        found = self.called(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12), trained))))
+        whole = np.array([self.of_episode(np.full(k, r)) for k, r in zip(copies, rewards, strict=True)], np.float32)
+        np.testing.assert_allclose(found, np.repeat(self.call(whole, group), copies), rtol=1e-5, atol=1e-6)
+
+    def test_sequences_may_have_any_number_of_tokens_to_learn(self) -> None:
+        rewards, group = _rewards(3, 4)
+        batch = _batch(rewards, group, np.arange(12), 1 + np.arange(12) % 4)
+        found = np.asarray(self.make()(batch))
+        assert found.shape in ((batch.sequences,), (batch.tokens,)), "wanted a number for each sequence or each token"
+        assert np.isfinite(found if len(found) == batch.sequences else found[batch["loss_mask"]]).all()
+
+    def test_unequal_rewards_of_a_group_get_unequal_advantages(self) -> None:
+        rewards, group = _rewards(5, 4)
+        for given in (rewards, np.array([0, 0, 0, 1] * 2 + [0, 1, 1, 1] * 3, np.float32)):
+            found = np.asarray(self.call(given, group))
+            equal = [name for name in range(5) if np.ptp(found[group == name]) == 0]
+            assert 2 * len(equal) < 5, (
+                f"in {len(equal)} of 5 groups of unequal rewards all advantages are equal, so that nothing tells good "
+                f"samples from bad ones to learn from. Rewards {given[group == equal[0]]}, advantages "
+                f"{found[group == equal[0]]}"
+            )
 
     def test_a_better_sample_of_a_group_never_gets_less(self) -> None:
         rewards, group = _rewards(5, 4)
@@ -92,8 +123,9 @@ class AdvantagesContract:
             self.call(*_rewards(25_000, 4))
 
 
-def _batch(rewards: Any, group: Any, episode: Any) -> Batch:
-    rows = [{"tokens": [1, 2], "loss_mask": [False, True]}] * len(rewards)
+def _batch(rewards: Any, group: Any, episode: Any, trained: Any) -> Batch:
+    """Return a batch of sequences of one prompt token and `trained` [B] tokens to learn."""
+    rows = [{"tokens": np.ones(1 + n, np.int64), "loss_mask": np.arange(1 + n) > 0} for n in trained]
     return from_sequences(rows, prompt_lengths=[1] * len(rows), group=group, episode=episode).with_columns(
         reward=rewards
     )

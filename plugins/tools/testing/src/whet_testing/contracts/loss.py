@@ -18,6 +18,8 @@ from whet.data.metrics import Metric
 from whet.interfaces.loss import Loss, LossResult
 from whet_testing.batches import Column, random_batch
 
+FLIPPED = "the loss is minimised, so is a sign flipped? If the loss has another goal, override `goal`"
+
 
 class LossContract:
     """Inherit this class and override `make`."""
@@ -47,6 +49,21 @@ class LossContract:
         negative = {name: name == "logprobs" or name.endswith("_logprobs") for name in self.make().outputs}
         made = {name: rng.exponential(size=batch.tokens) * (-1 if down else 1) for name, down in negative.items()}
         return {name: np.where(batch["loss_mask"], made[name], 0).astype(np.float32) for name in made}
+
+    def goal(self, batch: Batch) -> Any:
+        """Return what one step must do, for each sequence [B] or token [N]: above 0, learned tokens become likelier.
+
+        Below 0 they become less likely; 0 demands nothing. By default the goal is the advantages if the batch has them.
+        Of a pair, the first sequence becomes likelier, and the second one less likely. Otherwise all
+        become likelier. Override it if the loss has another goal. None: nothing is demanded, as of losses that read
+        other outputs than `logprobs` and `entropy`.
+        """
+        if not {"logprobs"} <= set(self.make().outputs) <= {"logprobs", "entropy"}:
+            return None
+        if "advantages" in batch:
+            return batch["advantages"]
+        chosen = np.diff(batch["unit"], prepend=-1) != 0
+        return np.where(chosen, 1, -1) if self.unit_size == 2 else np.ones(batch.sequences)
 
     def test_it_is_a_loss(self) -> None:
         assert isinstance(self.make(), Loss)
@@ -147,6 +164,22 @@ class LossContract:
         _, gradient = self._value_and_gradient(self.make(), batch, self.outputs(batch))
         assert any(values[batch["loss_mask"]].any() for values in gradient.values())
 
+    def test_a_step_moves_probabilities_towards_the_goal(self) -> None:
+        batch = self.batch()
+        goal = self.goal(batch)
+        if goal is None:
+            pytest.skip("it states no goal in probabilities of tokens")
+        goal, moved = np.asarray(goal, np.float32), self._moved_by_a_step(batch)
+        if len(goal) == batch.tokens:  # a loss may average the advantages of a sequence's tokens
+            assert (goal * moved)[batch["loss_mask"]].sum() > 0, f"the tokens move away from it: {FLIPPED}"
+            return
+        for sign, wanted in ((1, "likelier"), (-1, "less likely")):
+            there = batch["loss_mask"] & np.repeat(np.sign(goal) == sign, batch["lengths"])
+            assert not there.any() or sign * moved[there].mean() > 0, (
+                f"a step must make {there.sum()} learned tokens {wanted}, and moves their logprobs by "
+                f"{moved[there].mean():.3g} nats on average: {FLIPPED}"
+            )
+
     @pytest.mark.parametrize("log_ratio", [-100.0, -50.0, 50.0, 100.0])
     def test_extreme_log_ratios_stay_finite(self, log_ratio: float) -> None:
         loss, batch = self.make(), self.batch()
@@ -206,6 +239,32 @@ class LossContract:
         outputs = self.outputs(batch)
         tokens = _tokens_of(batch, sequences)
         return batch.take(sequences), {name: values[tokens] for name, values in outputs.items()}
+
+    def _moved_by_a_step(self, batch: Batch) -> Any:
+        """Return how a step of gradient descent on logits changes the logprob of each token, in nats. -> [N].
+
+        Before the step, the logprobs of the sampler, the old policy and the reference are those of the policy.
+        """
+        import torch
+
+        loss, rng = self.make(), np.random.default_rng(0)
+        logits = torch.from_numpy(rng.normal(size=(batch.tokens, 8))).requires_grad_()
+        tokens, mask = torch.from_numpy(rng.integers(0, 8, (batch.tokens, 1))), torch.from_numpy(batch["loss_mask"])
+
+        def outputs(logits: Any) -> dict[str, Any]:
+            follows = logits.log_softmax(-1)
+            made = {"logprobs": follows.gather(-1, tokens)[:, 0], "entropy": -(follows.exp() * follows).sum(-1)}
+            return {name: made[name].where(mask, 0.0) for name in {"logprobs", *loss.outputs}}
+
+        before = outputs(logits.detach())["logprobs"].numpy().astype(np.float32)
+        same = [name for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs") if name in batch]
+        given = _torch(batch.with_columns(**dict.fromkeys(same, before)))
+        counts = _numbers(loss.counts(given))
+        terms = loss(outputs(logits), given).terms
+        sum(loss.weights[name] * term / max(counts[name], 1) for name, term in terms.items()).backward()
+        assert logits.grad is not None, "no gradient reaches the logits"
+        step = 0.1 / max(float(logits.grad.abs().max()), 1e-30)
+        return outputs((logits - step * logits.grad).detach())["logprobs"].numpy() - before
 
     def _result(self, loss: Loss, batch: Batch, outputs: Mapping[str, Any]) -> tuple[LossResult, dict[str, Any]]:
         leaves = _leaves(outputs)
