@@ -1,5 +1,6 @@
 """The contract of backends holds for a plain loop over `transformers`, and each rule catches one that breaks it."""
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.component import Spec
+from whet.component import BackendFacts, Spec
 from whet.config.build import build
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean, merge, total
@@ -163,7 +164,77 @@ class Plain(BackendContract):
 
 
 class TestOfAPlainBackend(Plain):
-    pass
+    def facts(self) -> BackendFacts:
+        return BackendFacts(
+            outputs_given=frozenset({"logprobs", "entropy"}),
+            weights_given=frozenset({"policy", "reference"}),
+            transports=("shared", "disk"),
+        )
+
+
+class FreezesEmbeddings(PlainBackend):
+    def __init__(self, context: RoleContext) -> None:
+        super().__init__(context)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("embed" not in name)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+
+
+class WithoutEmbeddings(Plain):
+    def make(self, context: RoleContext) -> Any:
+        return FreezesEmbeddings(context)
+
+    def trains(self, name: str) -> bool:
+        return "embed" not in name
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with a LoRA adapter of rank 4, whose product is part of `weight`."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        rows, columns = linear.weight.shape
+        self.a = torch.nn.Parameter(torch.randn(4, columns, generator=torch.Generator().manual_seed(0)) / 8)
+        self.b = torch.nn.Parameter(torch.zeros(rows, 4))
+
+    def forward(self, weight: Any) -> Any:
+        return weight + self.b @ self.a
+
+
+class WithAdapters(PlainBackend):
+    """LoRA on every linear layer of the attention."""
+
+    def __init__(self, context: RoleContext) -> None:
+        super().__init__(context)
+        self.model.requires_grad_(False)
+        for name, module in self.model.named_modules():
+            if name.endswith(("q_proj", "v_proj", "o_proj")):
+                torch.nn.utils.parametrize.register_parametrization(module, "weight", Adapted(module))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+
+    def merged(self) -> Any:
+        model = copy.deepcopy(self.frozen)
+        for name, parameter in model.named_parameters():
+            module, _, kind = name.rpartition(".")
+            parameter.data = getattr(self.model.get_submodule(module), kind).detach()
+        return model
+
+    def sent(self) -> list[tuple[str, Any]]:
+        return [(name, parameter.detach()) for name, parameter in self.merged().named_parameters()]
+
+    def export(self, folder: Path) -> None:
+        self.merged().save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        write_chat_template(self.described, folder)
+
+
+class AdaptersAlone(Plain):
+    adapters = True
+
+    def make(self, context: RoleContext) -> Any:
+        return WithAdapters(context)
 
 
 class WorksAsleep(PlainBackend):
@@ -318,8 +389,13 @@ MUTANTS: dict[type[PlainBackend], str] = {
 
 @pytest.mark.parametrize(("kind", "rule"), MUTANTS.items())
 def test_the_contract_catches(kind: type[PlainBackend], rule: str, tmp_path: Path, tiny_model_folder: Path) -> None:
-    contract, test = Plain(), getattr(Plain, rule)
-    count = iter(range(99))
+    with pytest.raises((AssertionError, pytest.fail.Exception, OSError, ValueError)):
+        keep(Plain(), kind, rule, tmp_path, tiny_model_folder)
+
+
+def keep(contract: Plain, kind: type[PlainBackend], rule: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+    """Try one rule of a contract with backends of a kind."""
+    count, test = iter(range(99)), getattr(contract, rule)
 
     def fresh(model_folder: Path = tiny_model_folder, chat_template: str = "") -> PlainBackend:
         context = make_context(tmp_path / f"backend-{next(count)}", "backend", model_folder)
@@ -328,8 +404,62 @@ def test_the_contract_catches(kind: type[PlainBackend], rule: str, tmp_path: Pat
     wanted = inspect.signature(test).parameters
     parts = {"tmp_path": tmp_path, "fresh": fresh, "reference": Reference(tiny_model_folder)}
     arguments = {name: part for name, part in parts.items() if name in wanted}
-    with pytest.raises((AssertionError, pytest.fail.Exception, OSError, ValueError)):
-        test(contract, **arguments, **({"backend": fresh()} if "backend" in wanted else {}))
+    test(**arguments, **({"backend": fresh()} if "backend" in wanted else {}))
+
+
+OF_A_PART = (
+    "test_the_gradient_is_that_of_transformers",
+    "test_fewer_units_than_ranks_are_enough",
+    "test_training_lowers_the_loss",
+    "test_frozen_weights_stay_as_they_were",
+    "test_the_reference_stays_what_the_run_started_from",
+    "test_synced_weights_are_the_whole_policy",
+)
+
+
+@pytest.mark.parametrize("rule", OF_A_PART)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_backend_may_train_a_part(adapters: bool, rule: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+    contract, kind = (AdaptersAlone(), WithAdapters) if adapters else (WithoutEmbeddings(), FreezesEmbeddings)
+    if not adapters or "frozen" not in rule:
+        keep(contract, kind, rule, tmp_path, tiny_model_folder)
+
+
+@pytest.mark.parametrize("kind", [FreezesEmbeddings, WithAdapters])
+def test_a_backend_that_trains_a_part_must_say_so(
+    kind: type[PlainBackend], tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    backend = kind(make_context(tmp_path, "backend", tiny_model_folder))
+    with pytest.raises(AssertionError, match=r"If it freezes some, override `trains`; .* set `adapters`"):
+        Plain().test_the_gradient_is_that_of_transformers(backend, Reference(tiny_model_folder))
+
+
+def test_the_contract_catches_frozen_weights_that_move(tmp_path: Path, tiny_model_folder: Path) -> None:
+    backend = PlainBackend(make_context(tmp_path, "backend", tiny_model_folder))
+    contract = WithoutEmbeddings()
+    with pytest.raises(AssertionError, match=r"`trains` says that .*embed.* is frozen, and a step changes it"):
+        contract.test_frozen_weights_stay_as_they_were(backend, Reference(tiny_model_folder), tmp_path)
+
+
+FACTS = TestOfAPlainBackend().facts()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (evolve(FACTS, outputs_given=frozenset({"logprobs"})), r"it computes \['entropy'\]"),
+        (evolve(FACTS, outputs_given=FACTS.outputs_given | {"topk_ids"}), "topk_ids"),
+        (evolve(FACTS, weights_given=frozenset({"policy"})), "these tests have `has_reference` True"),
+        (evolve(FACTS, transports=("shared",)), r"do not name the transports \['disk'\]"),
+    ],
+)
+def test_the_contract_catches_facts_that_differ(
+    facts: BackendFacts, message: str, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    contract, backend = Plain(), PlainBackend(make_context(tmp_path, "backend", tiny_model_folder))
+    contract.facts = lambda: facts  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, KeyError), match=message):
+        contract.test_it_does_what_its_facts_say(backend)
 
 
 @pytest.mark.parametrize("kind", [IgnoresTheTemperature, ScoresInHalfPrecision])

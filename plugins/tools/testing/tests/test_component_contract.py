@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,46 @@ def test_the_contract_catches(contract: ComponentContract, tmp_path: Path, old: 
     write(contract, tmp_path, old, new)
     with pytest.raises(Exception):  # noqa: B017  pluggy, whet and the assertions all have their own
         getattr(contract, rule)()
+
+
+LOSS = """
+    from attrs import frozen
+    from whet import hookimpl
+    from whet.component import Component, LossFacts
+
+    @frozen
+    class Config:
+        pass
+
+    class Thing:
+        outputs, columns = ("logprobs", "entropy"), ("advantages",)
+
+        def __init__(self, config):
+            pass
+
+    def facts(config, model):
+        return LossFacts(outputs_needed=frozenset({"logprobs", "entropy"}), columns_read=frozenset({"advantages"}))
+
+    @hookimpl
+    def whet_losses():
+        return [Component("it", Config, "MODULE:Thing", "MODULE:facts")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", ""),
+        (', "entropy"})', "})", r"outputs_needed \['logprobs'\], and the loss has outputs \['entropy', 'logprobs'\]"),
+        ('("advantages",)', '("advantages", "reward")', r"columns_read \['advantages'\], and the loss has columns"),
+        (', "MODULE:facts"', "", r"outputs_needed \[\], and the loss has outputs"),
+    ],
+)
+def test_facts_of_a_loss_must_be_those_of_its_class(
+    contract: ComponentContract, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    contract.hooks += "_loss"
+    source = textwrap.dedent(LOSS.replace(old, new) if old else LOSS).replace("MODULE", contract.hooks)
+    (tmp_path / f"{contract.hooks}.py").write_text(source)
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        contract.test_facts_of_a_loss_are_those_of_its_class()

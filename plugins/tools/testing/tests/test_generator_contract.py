@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from whet.component import GeneratorFacts
 from whet.data.records import Completion, Request
+from whet.interfaces.generator import OnWeightUpdate
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
-from whet_testing.contracts.generator import GeneratorContract
-from whet_testing.fakes import FakeGenerator
+from whet_testing.contracts.generator import GeneratorContract, ModelGeneratorContract
+from whet_testing.fakes import Done, FakeGenerator
 from whet_testing.served import Subject
 
 
@@ -108,6 +112,24 @@ class NeverEnds(FakeGenerator):
         super().__init__("a" * 300, delay_seconds=60)
 
 
+class CountsVersions(FakeGenerator):
+    """Begins again at 1 when a resumed run hands over the weights of step 57."""
+
+    def __init__(self) -> None:
+        super().__init__(letters)
+
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+        return super().receive_weights(spec, self.version + 1)
+
+
+class NeverGoesBack(CountsVersions):
+    """Keeps the highest version, although a rewound run hands over an earlier one."""
+
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+        self.version = max(self.version, version)
+        return Done()
+
+
 MUTANTS: dict[type[FakeGenerator], str] = {
     DropsTheStopToken: "test_the_stop_token_is_kept_as_the_last",
     LogprobsTooShort: "test_every_token_has_a_logprob",
@@ -135,6 +157,33 @@ def test_the_contract_catches(kind: Any, rule: str, runner: asyncio.Runner, tmp_
     subject = Subject(kind(), tmp_path, None, tmp_path, 2.0, runner)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(Fake(), rule)(subject)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(CountsVersions, r"of version 57 .* name \[1\]"), (NeverGoesBack, r"of version 3 .* name \[58\]")],
+)
+def test_the_contract_catches_versions_of_its_own(
+    kind: Any, message: str, runner: asyncio.Runner, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    subject = Subject(kind(), tiny_model_folder, None, tmp_path, 2.0, runner)
+    with pytest.raises(AssertionError, match=f"{message}.*take over the `version`"):
+        Fake().test_the_version_of_weights_is_the_one_that_they_came_with(subject)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (GeneratorFacts(transports=("disk",), on_weight_update=("drain", "continue")), "these tests try"),
+        (GeneratorFacts(transports=("shared",)), r"do not name the transports \['disk'\]"),
+        (GeneratorFacts(transports=("shared", "disk")), None),
+    ],
+)
+def test_the_contract_catches_facts_that_differ(facts: GeneratorFacts, message: str | None) -> None:
+    contract = ModelGeneratorContract()
+    contract.facts = lambda: facts  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        contract.test_its_facts_name_what_is_tested_here()
 
 
 def test_the_contract_catches_seeds_that_matter_at_temperature_0(runner: asyncio.Runner, tmp_path: Path) -> None:

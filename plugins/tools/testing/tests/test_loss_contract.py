@@ -333,7 +333,7 @@ def test_the_contract_catches_an_estimator_that(what: str) -> None:
 def test_the_contract_says_that_nothing_is_learned() -> None:
     contract = GroupMean()
     contract.make = lambda: lambda batch: np.zeros(batch.sequences, np.float32)  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="in 5 of 5 groups of unequal rewards all advantages are equal.*learn"):
+    with pytest.raises(AssertionError, match=r"in 5 of 5 groups of unequal rewards all advantages are equal.*learn"):
         contract.test_unequal_rewards_of_a_group_get_unequal_advantages()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.component import Spec
+from whet.component import BackendFacts, Spec
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
@@ -30,6 +30,8 @@ from whet_testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet_testing.reference import Reference
 from whet_weights import transfer
 
+ASKED = {"logprobs": "logprobs", "entropy": "entropy", "topk_ids": "topk_ids:2", "topk_logprobs": "topk_logprobs:2"}
+"""Outputs that every batch can be scored with: the name in facts -> the name in `score`."""
 TOLERANCE = 1e-4
 """Largest allowed difference of a logprob from `transformers`, in nats, in float32."""
 
@@ -47,9 +49,20 @@ class BackendContract(SleepRules):
     step_tolerance: float = 1e-5
     """Largest allowed difference of the loss after a step, in nats, between two orders of one batch."""
 
+    adapters: bool = False
+    """Whether it trains weights that the model lacks, such as those of LoRA. Then no gradient is that of the model."""
+
     def make(self, context: RoleContext) -> Backend:
         """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
+
+    def trains(self, name: str) -> bool:
+        """Return whether the backend trains the weight of this Hugging Face name. Override it if some are frozen."""
+        return True
+
+    def facts(self) -> BackendFacts | None:
+        """Return the facts of the backend that `make` builds. None skips the comparison."""
+        return None
 
     @pytest.fixture
     def fresh(self, tmp_path: Path, tiny_model_folder: Path, groups: WorkerGroups) -> Iterator[Fresh]:
@@ -81,6 +94,22 @@ class BackendContract(SleepRules):
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
         assert isinstance(backend, Backend)
+
+    def test_it_does_what_its_facts_say(self, backend: Backend) -> None:
+        facts, batch = self.facts(), _batch()
+        if facts is None:
+            pytest.skip("override `facts` to compare them")
+        undeclared = sorted({name.partition(":")[0] for name in self.outputs} - facts.outputs_given)
+        assert not undeclared, f"it computes {undeclared}, and its facts do not name them in `outputs_given`"
+        for name in sorted(facts.outputs_given & set(ASKED)):
+            shape = backend.score(batch, (ASKED[name],))[ASKED[name]].shape
+            assert shape[0] == batch.tokens, f"its facts name the output {name!r}, and `score` returns {shape}"
+        assert self.has_reference == ("reference" in facts.weights_given), (
+            f"its facts name the weights {sorted(facts.weights_given)}; these tests have `has_reference` "
+            f"{self.has_reference}"
+        )
+        unknown = sorted(set(self.transports) - set(facts.transports))
+        assert not unknown, f"its facts do not name the transports {unknown}, with which it is tested"
 
     def test_closing_twice_is_safe(self, backend: Backend) -> None:
         backend.close()
@@ -153,9 +182,7 @@ class BackendContract(SleepRules):
     def test_the_gradient_is_that_of_transformers(self, backend: Backend, reference: Reference) -> None:
         batch = _batch()
         found = _numbers(backend.train(batch, LIKELIHOOD))
-        loss, norm = _loss_and_norm(reference, batch)
-        assert found["loss"] == pytest.approx(loss, abs=TOLERANCE)
-        assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        self._is_gradient(found, reference, batch)
 
     def test_value_gradient_and_step_do_not_depend_on_order(self, fresh: Fresh) -> None:
         batch = _batch()
@@ -201,21 +228,29 @@ class BackendContract(SleepRules):
 
     def test_fewer_units_than_ranks_are_enough(self, backend: Backend, reference: Reference) -> None:
         batch = _batch().take([0])
-        loss, norm = _loss_and_norm(reference, batch)
-        found = _numbers(backend.train(batch, LIKELIHOOD))
-        assert found["loss"] == pytest.approx(loss, abs=TOLERANCE)
-        assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        self._is_gradient(_numbers(backend.train(batch, LIKELIHOOD)), reference, batch)
 
     # Steps
 
-    def test_training_lowers_the_loss(self, backend: Backend) -> None:
+    def test_training_lowers_the_loss(self, backend: Backend, reference: Reference) -> None:
         batch = _batch()
         before = _loss(backend, batch)
         for _ in range(12):
             numbers = _numbers(backend.train(batch, LIKELIHOOD))
         assert numbers["lr"] > 0
         assert np.isfinite(list(numbers.values())).all()
-        assert _loss(backend, batch) < 0.9 * before
+        whole = not self.adapters and all(map(self.trains, dict(reference.weights())))
+        assert _loss(backend, batch) < (0.9 if whole else 1.0) * before
+
+    def test_frozen_weights_stay_as_they_were(self, backend: Backend, reference: Reference, tmp_path: Path) -> None:
+        frozen = {name: weight for name, weight in reference.weights() if not self.trains(name)}
+        if not frozen:
+            pytest.skip("it trains all weights of the model")
+        backend.train(_batch(), LIKELIHOOD)
+        backend.export(tmp_path / "export")
+        after = dict(Reference(tmp_path / "export").weights())
+        changed = [name for name, weight in frozen.items() if not np.array_equal(weight.numpy(), after[name].numpy())]
+        assert not changed, f"`trains` says that {changed[0]} is frozen, and a step changes it"
 
     def test_a_count_of_0_takes_no_step(self, backend: Backend) -> None:
         batch = _batch()
@@ -328,6 +363,18 @@ class BackendContract(SleepRules):
                 if name in expected:
                     np.testing.assert_array_equal(tensor.numpy(), expected[name].numpy(), err_msg=name)
 
+    def _is_gradient(self, found: Mapping[str, float], reference: Reference, batch: Batch) -> None:
+        """Check the loss and the norm of the gradient of a step against plain autograd."""
+        loss, norm = _loss_and_norm(reference, batch, self.trains)
+        assert found["loss"] == pytest.approx(loss, abs=TOLERANCE)
+        if self.adapters:
+            assert 0 < found["grad_norm"] < np.inf
+            return
+        assert found["grad_norm"] == pytest.approx(norm, rel=1e-3), (
+            "grad_norm is not that of all weights that it trains. If it freezes some, override `trains`; if it trains "
+            "weights that the model lacks, set `adapters`"
+        )
+
 
 def _batch(seed: int = 0, columns: Any = ()) -> Batch:
     return random_batch(seed, columns=columns)
@@ -352,8 +399,11 @@ def _logprobs(reference: Reference, batch: Batch, temperature: float = 1.0) -> A
     return np.where(batch["loss_mask"], found, 0)
 
 
-def _loss_and_norm(reference: Reference, batch: Batch) -> tuple[float, float]:
-    """Return the mean of -logprob over the tokens to learn and the norm of its gradient, by plain autograd."""
+def _loss_and_norm(reference: Reference, batch: Batch, trains: Callable[[str], bool]) -> tuple[float, float]:
+    """Return the mean of -logprob over the tokens to learn and the norm of its gradient, by plain autograd.
+
+    The gradient is with respect to the weights whose names `trains` accepts.
+    """
     import torch
 
     reference.model.zero_grad()
@@ -365,7 +415,8 @@ def _loss_and_norm(reference: Reference, batch: Batch) -> tuple[float, float]:
         summed = summed - follows.gather(-1, tokens[1:, None])[:, 0][mask[1:]].sum()
     loss = summed / int(batch["loss_mask"].sum())
     torch.autograd.backward(loss)
-    squares = [float(p.grad.double().square().sum()) for p in reference.model.parameters() if p.grad is not None]
+    named = reference.model.named_parameters()
+    squares = [float(p.grad.double().square().sum()) for n, p in named if p.grad is not None and trains(n)]
     reference.model.zero_grad()
     return float(loss.detach()), float(np.sqrt(sum(squares)))
 

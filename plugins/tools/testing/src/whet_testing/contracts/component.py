@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import pytest
 
-from whet.component import FACTS, KINDS, Component, Kind, Selection, WorkerFacts, resolve
+from whet.component import FACTS, KINDS, Component, Kind, LossFacts, Selection, WorkerFacts, resolve
 from whet.config.build import to_spec
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -169,6 +169,21 @@ class ComponentContract:
             if component.facts:
                 found, wanted = resolve(component.facts)(self.config(component), MODEL), FACTS[kind]
                 assert isinstance(found, wanted), f"{component.facts} gave {found!r:.120}, wanted {wanted.__name__}"
+
+    def test_facts_of_a_loss_are_those_of_its_class(self) -> None:
+        for component in [component for kind, component in self.components() if kind == "losses"]:
+            config = self.config(component)
+            facts = resolve(component.facts)(config, MODEL) if component.facts else LossFacts()
+            made = resolve(component.target)(config)
+            for name, stated, has in (
+                ("outputs_needed", facts.outputs_needed, made.outputs),
+                ("columns_read", facts.columns_read, made.columns),
+            ):
+                attribute = {"outputs_needed": "outputs", "columns_read": "columns"}[name]
+                assert set(stated) == set(has), (
+                    f"the facts of {component.name} have {name} {sorted(stated)}, and the loss has {attribute} "
+                    f"{sorted(has)}: planning believes the facts, and workers read the class"
+                )
 
     def test_the_readme_shows_every_component(self) -> None:
         file = self.module().__file__

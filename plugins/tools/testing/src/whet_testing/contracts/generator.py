@@ -20,18 +20,19 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from whet.component import GeneratorFacts
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import Generator, OnWeightUpdate
 from whet.interfaces.workers import RoleContext
 from whet_start.small_models import make_model
 from whet_testing.contracts.placed import Placed, WorkerGroups, on_gpu
-from whet_testing.contracts.weights import WeightRules
+from whet_testing.contracts.weights import WeightRules, WeightSyncs
 from whet_testing.reference import Reference
 from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
 
 
-class GeneratorContract(Placed):
+class GeneratorContract(WeightSyncs, Placed):
     """Inherit this class and override `make`."""
 
     deadline_seconds: float = 60.0
@@ -195,8 +196,6 @@ class GeneratorContract(Placed):
 class ModelGeneratorContract(WeightRules, GeneratorContract):
     """The contract of generators that serve a model folder. Inherit this class and override `make`."""
 
-    transports: tuple[str, ...] = ("disk",)
-    """Transports to test, named as in the facts of the component. They must work on the worker group of `context`."""
     on_weight_update: tuple[OnWeightUpdate, ...] = ("drain",)
     """Modes to test, named as in the facts: how running requests are treated when new weights arrive."""
     gpu_tolerance: float = 0.2
@@ -215,6 +214,21 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
     def other(cls, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Reference:
         """Return a model of the same architecture with other weights."""
         return Reference(make_model(tmp_path_factory.mktemp("other-model"), tiny_tokenizer, seed=7))
+
+    def facts(self) -> GeneratorFacts | None:
+        """Return the facts of the generator that `make` builds. None skips the comparison."""
+        return None
+
+    def test_its_facts_name_what_is_tested_here(self) -> None:
+        facts = self.facts()
+        if facts is None:
+            pytest.skip("override `facts` to compare them")
+        assert set(facts.on_weight_update) == set(self.on_weight_update), (
+            f"its facts name {facts.on_weight_update} for running requests, and these tests try "
+            f"{self.on_weight_update}: change the facts, or `on_weight_update` of the tests"
+        )
+        unknown = sorted(set(self.transports) - set(facts.transports))
+        assert not unknown, f"its facts do not name the transports {unknown}, with which it is tested"
 
     @pytest.fixture
     def own(

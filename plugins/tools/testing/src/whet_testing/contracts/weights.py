@@ -21,14 +21,62 @@ from whet_weights import transfer
 from whet_weights.exchange import Exchange
 
 
-class WeightRules:
-    """Rules for a contract that sets the fields below and has the fixtures of `ModelGeneratorContract`."""
+class WeightSyncs:
+    """Weight syncs of a generator under test, and the rule of all generators that take weights."""
 
-    transports: tuple[str, ...]
-    on_weight_update: tuple[OnWeightUpdate, ...]
+    transports: tuple[str, ...] = ("disk",)
+    """Transports to test, named as in the facts of the component. They must work on the worker group of `context`.
+    Empty: the generator takes no weights."""
     processes: int
     receivers: int = 0
     """Number of processes that receive weights; 0: the same number as `processes`."""
+
+    def test_the_version_of_weights_is_the_one_that_they_came_with(self, subject: Subject) -> None:
+        if not self.transports:
+            pytest.skip("it takes no weights")
+        weights = Reference(subject.folder).weights()
+        for version in (57, 58, 3):
+            self._sync(subject, self._spec(subject, self.transports[0], version), weights)
+            (completion,) = subject.ask(subject.request(seed=version))
+            found = [number for _, number in completion.versions]
+            assert found == [version], (
+                f"tokens of version {version} of the weights name {found}. A resumed run goes on with the versions of "
+                "its steps: take over the `version` of `receive_weights`, and count nothing"
+            )
+
+    def _spec(self, subject: Subject, transport: str, version: int) -> TransferSpec:
+        session = f"{version}-{uuid.uuid4().hex}"
+        more: dict[str, Any] = {}
+        if transport in STREAMED:
+            address, token = _exchange().address, _exchange().token
+            receivers = self.receivers or max(1, self.processes)
+            more = {"token": token, "receivers": receivers}
+        else:
+            folder = subject.scratch / f"weights-{transport}"
+            folder.mkdir(exist_ok=True)
+            address = str(folder)
+        return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
+
+    def _sync(self, subject: Subject, spec: TransferSpec, weights: list[tuple[str, Any]]) -> None:
+        """Send and receive weights: at the same time if the transport streams, else one after the other."""
+        if spec.transport not in STREAMED:
+            transfer.send(spec, weights)
+            self._receive(subject, spec)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(transfer.send, spec, weights)
+            self._receive(subject, spec)
+            sent.result()
+
+    def _receive(self, subject: Subject, spec: TransferSpec) -> None:
+        with deadline(subject.deadline_seconds, "a weight sync"):
+            subject.generator.receive_weights(spec, spec.version).result()
+
+
+class WeightRules(WeightSyncs):
+    """Rules for a contract that sets the fields below and has the fixtures of `ModelGeneratorContract`."""
+
+    on_weight_update: tuple[OnWeightUpdate, ...]
 
     def test_synced_weights_are_used_from_then_on(
         self, subject: Subject, reference: Reference, other: Reference
@@ -148,34 +196,6 @@ class WeightRules:
             self._sync(own, self._spec(own, transport, 10 * number + 1), other.weights())
             request = own.request(seed=9)
             assert gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
-
-    def _spec(self, subject: Subject, transport: str, version: int) -> TransferSpec:
-        session = f"{version}-{uuid.uuid4().hex}"
-        more: dict[str, Any] = {}
-        if transport in STREAMED:
-            address, token = _exchange().address, _exchange().token
-            receivers = self.receivers or max(1, self.processes)
-            more = {"token": token, "receivers": receivers}
-        else:
-            folder = subject.scratch / f"weights-{transport}"
-            folder.mkdir(exist_ok=True)
-            address = str(folder)
-        return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
-
-    def _sync(self, subject: Subject, spec: TransferSpec, weights: list[tuple[str, Any]]) -> None:
-        """Send and receive weights: at the same time if the transport streams, else one after the other."""
-        if spec.transport not in STREAMED:
-            transfer.send(spec, weights)
-            self._receive(subject, spec)
-            return
-        with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(transfer.send, spec, weights)
-            self._receive(subject, spec)
-            sent.result()
-
-    def _receive(self, subject: Subject, spec: TransferSpec) -> None:
-        with deadline(subject.deadline_seconds, "a weight sync"):
-            subject.generator.receive_weights(spec, spec.version).result()
 
     def _serves_old_weights_or_none(self, subject: Subject, reference: Reference) -> None:
         request = subject.request(seed=9)
