@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from whet.data.metrics import Metric
+from whet.data.metrics import Metric, mean
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
+
+
+def _metrics(given: "Mapping[str, Metric | tuple[Any, Any]]") -> Mapping[str, Metric]:
+    """Return the metrics. A pair (sum, count) is a mean."""
+    return {name: mean(*metric) if isinstance(metric, tuple) else metric for name, metric in given.items()}
 
 
 @frozen
@@ -17,8 +22,8 @@ class LossResult:
 
     terms: Mapping[str, Any]
     """Each term's *sum* over the micro-batch: a 0-d tensor with gradient."""
-    metrics: Mapping[str, Metric] = field(factory=dict)
-    """Mergeable metrics. Their numbers may be 0-d tensors without gradient."""
+    metrics: Mapping[str, Metric] = field(factory=dict, converter=_metrics)
+    """Mergeable metrics; a pair (sum, count) is a mean. Their numbers may be 0-d tensors without gradient."""
 
 
 @runtime_checkable

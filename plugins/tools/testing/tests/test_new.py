@@ -1,5 +1,7 @@
 """`whet new KIND` writes packages that work as they stand, and together."""
 
+import ast
+import json
 import os
 import subprocess
 import sys
@@ -62,7 +64,7 @@ def install(package: Path, site: Path) -> None:
 
 
 def test_every_kind_has_one() -> None:
-    assert sorted(start.kind for start in STARTS.values()) == sorted(KINDS)
+    assert {start.kind for start in STARTS.values()} == {*KINDS, None}
 
 
 @pytest.mark.parametrize("word", ["environment", "algorithm"])
@@ -79,13 +81,31 @@ def test_a_package_is_complete(packages: Packages, word: str) -> None:
     package = packages.folders[word]
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     module = package.name.replace("-", "_")
-    source = {f"src/{module}/{name}.py" for name in ("__init__", "hooks", "config")}
+    names = ("__init__", "hooks", "config")
+    source = {f"src/{module}/{name}.py" for name in names}
     assert files >= {*FILES, *source, f"src/{module}/py.typed", f"tests/test_{module}.py"}
     written = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert not any("$" in path.read_text() for path in written)
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     assert project["name"] == package.name
     assert list(project["entry-points"]["whet"].values()) == [f"{module}.hooks"]
+
+
+CONCEPTS = {"environment": 4, "reward": 9, "agent": 5, "loss": 5, "logger": 3, "hook": 3}
+"""Most names of whet that the source of a package may import: what its author has to learn."""
+
+
+@pytest.mark.parametrize("word", CONCEPTS)
+def test_a_package_needs_few_names_of_whet(packages: Packages, word: str) -> None:
+    own, found = packages.folders[word].name.replace("-", "_"), set[str]()
+    for file in (packages.folders[word] / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(module.startswith("whet") for module in modules), f"{file} hides names behind {modules}"
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0].startswith("whet"):
+                found |= {alias.name for alias in node.names} if node.module.split(".")[0] != own else set()
+    assert "*" not in found
+    assert len(found) <= CONCEPTS[word], f"whet new {word} needs {len(found)} names: {', '.join(sorted(found))}"
 
 
 @pytest.mark.slow
@@ -106,7 +126,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
         "backend": {"use": "my-backend", "lr": 0.001},
         "generator": "my-generator",
         "rollout": {"max_tokens": 4},
-        "environments": ["my-environment"],
+        "environments": [{"use": "my-reward", "environment": "my-environment"}, "my-agent"],
         "loggers": ["my-logger"],
         "hooks": [{"use": "my-hook", "metric": "ratio/mean", "at_least": 0.5}],
         "cluster": {"threads": {"backend": 1, "generator": 1}},
@@ -117,6 +137,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert {row.split(",")[0] for row in rows if ",ratio/mean," in row} == {"1", "2"}
     assert (tmp_path / "run" / "my-hook.txt").read_text().endswith(" at step 1\n")
+    assert any(",reward/my-reward," in row for row in rows)
 
 
 def test_their_keys_are_explained(packages: Packages, tmp_path: Path) -> None:

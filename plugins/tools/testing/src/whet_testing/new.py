@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 """This folder has a folder of templates for each kind of component. The folder `every` is for all kinds."""
 
 _TORCH = '"torch>=2.8"'
+_OPENAI = '"whet-endpoint>=0.1,<0.2", "openai>=1.50"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'"whet-weights[torch]>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
 _REPLICAS = f'"whet-generation>=0.1,<0.2", {_TRANSFORMERS}'
@@ -40,9 +41,13 @@ STARTS: dict[str, _Start] = {
     "environment": _Start(
         "environments", "An environment", "questions that are made up, and graded by the last number", "", "env-"
     ),
+    "reward": _Start("environments", "A reward", "responses of a single line, in any environment", "", "reward-"),
+    "agent": _Start(
+        "environments", "An environment for a foreign agent", "a program that calls OpenAI's API plays", _OPENAI, "env-"
+    ),
     "backend": _Start("backends", "A backend", "plain PyTorch in one process", f'{_TRANSFORMERS}, "safetensors>=0.5"'),
     "generator": _Start("generators", "A generator", "transformers models, a request at a time", _REPLICAS),
-    "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _OPS),
+    "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _TORCH),
     "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _OPS),
     "advantages": _Start(
         "advantages", "An advantage estimator", "a baseline between the means of group and batch"
@@ -130,5 +135,5 @@ def _words(start: _Start, name: str) -> dict[str, str]:
         "entry": f"{start.prefix}{name}",
         "title": "".join(word.capitalize() for word in name.split("-")),
         "dependencies": ", ".join(filter(None, (f'"whet{core}"', start.needs))),
-        "testing": f'"whet-testing[torch]{core}"' if start.needs else f'"whet-testing{core}"',
+        "testing": f'"whet-testing[torch]{core}"' if _TORCH in start.needs else f'"whet-testing{core}"',
     }
