@@ -93,7 +93,7 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
 
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:
-    """Warn if a distribution offers the name already. With both installed, a config that uses the name is refused."""
+    """Warn if a distribution offers the name already. With both installed, a config must name the distribution."""
     from whet.config.messages import kind_word
     from whet.plugins.registry import load_plugins
 
@@ -105,7 +105,7 @@ def _warn_if_taken(kind: "Kind", name: str) -> None:
         owners = " and ".join(offer.distribution for offer in offers)
         click.echo(
             f"warning: the {kind_word(kind)} {name!r} is offered by {owners} already; with both installed, configs "
-            "that use it are refused, so choose another name or uninstall the other",
+            f"must say `use: DISTRIBUTION/{name}`, so another name is better",
             err=True,
         )
 
