@@ -1,7 +1,6 @@
 """`whet new KIND` writes packages that work as they stand, and together."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
