@@ -1,15 +1,19 @@
 """Rewards with an address, rewards of a group, and what an episode is told about itself."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pytest
 
 from whet.data.batch import Batch
+from whet.data.messages import Image, Message, conversation
 from whet.data.records import Episode, Group, Task
-from whet.errors import EpisodeError
+from whet.data.templates import ChatTemplate
+from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import EpisodeInfo, Model
 from whet.rollout.collate import collate, record, rollout_metrics
 from whet.rollout.episode import EpisodeFailed
@@ -232,3 +236,47 @@ def test_rewards_that_nobody_gives_are_refused() -> None:
     with pytest.raises(EpisodeFailed) as failed:
         group_of(Played(run))
     assert isinstance(failed.value.__cause__, EpisodeError)
+
+
+def test_an_episode_records_what_its_environment_wants_to_see_again() -> None:
+    board = Image("data:image/png;base64,AAAA")
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        model.record("gold", "x" * 30_000)
+        model.fork().record("board", board)
+        model.record("state", np.arange(6).reshape(2, 3))
+        return {"done": 1.0}
+
+    (row,) = record(group_of(Played(run), samples=1))
+    assert row["recorded"]["gold"] == "x" * 20_000 + " [10000 more characters]"
+    assert row["recorded"]["board"] == {"type": "image", "url": board.url}
+    assert row["recorded"]["state"] == [[0, 1, 2], [3, 4, 5]]
+    json.dumps(row)
+
+
+@pytest.mark.parametrize("value", [object(), np.zeros(5000), [{"a": 1}], b"x"])
+def test_a_value_that_cannot_be_recorded_is_refused(value: Any) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        model.record("it", value)
+        return {"done": 1.0}
+
+    with pytest.raises(EpisodeFailed, match=r"it recorded 'it': an episode cannot record .*wanted text"):
+        group_of(Played(run))
+
+
+def test_a_message_may_have_an_image_that_records_show_and_models_do_not_read() -> None:
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+    (message,) = conversation([{"role": "user", "content": parts}])
+    assert message.text == "Look: "
+    assert message.plain == [parts[0], {"type": "image", "url": "data:image/png;base64,AA"}]
+    assert Message("user", "x").plain == "x"
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, datetime.now())
+    with pytest.raises(DataError, match="a user message has an image, and no model reads images yet"):
+        template.render((message,))
+    with pytest.raises(DataError, match="a part of a message must be a text"):
+        conversation([{"role": "user", "content": [{"type": "video"}]}])

@@ -1,4 +1,6 @@
-"""Messages of a conversation. Content is a list of typed parts; text is the only type so far.
+"""Messages of a conversation. Content is a list of typed parts: text and images.
+
+No model reads images yet: chat templates refuse them. Environments, records and the report have them.
 
 Tool calls that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself wrote is
 recorded as its text, tool calls included.
@@ -22,7 +24,19 @@ class Text:
     type: str = "text"
 
 
-def _parts(content: str | Iterable[Text]) -> tuple[Text, ...]:
+@frozen
+class Image:
+    """A part of a message that is an image."""
+
+    url: str
+    """A URL with the data, `data:image/png;base64,...`, or the address of the image."""
+    type: str = "image"
+
+
+Part = Text | Image
+
+
+def _parts(content: str | Iterable[Part]) -> tuple[Part, ...]:
     return (Text(content),) if isinstance(content, str) else tuple(content)
 
 
@@ -48,7 +62,7 @@ class Message:
 
     role: str
     """One of `ROLES`: `system`, `user`, `assistant`, `tool`."""
-    content: tuple[Text, ...] = field(converter=_parts)
+    content: tuple[Part, ...] = field(converter=_parts)
     """The parts of the message. Text alone may be passed as a string."""
     calls: tuple[Call, ...] = ()
     """Tool calls of an assistant message. They come after its content."""
@@ -57,8 +71,18 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Return the text of all parts, joined."""
-        return "".join(part.text for part in self.content)
+        """Return the text of all parts that are text, joined."""
+        return "".join(part.text for part in self.content if isinstance(part, Text))
+
+    @property
+    def plain(self) -> "str | list[dict[str, str]]":
+        """Return the content as builtins: a string if all of it is text, else a list of parts."""
+        if all(isinstance(part, Text) for part in self.content):
+            return self.text
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, Text) else {"type": "image", "url": part.url}
+            for part in self.content
+        ]
 
 
 Conversation = tuple[Message, ...]
@@ -83,8 +107,20 @@ def _message(item: Mapping[str, Any]) -> Message:
         raise DataError(f"a message has the role {role!r:.40}, wanted one of {', '.join(ROLES)}")
     if isinstance(content, str):
         return Message(role, content)
-    if not isinstance(content, list) or not all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        raise DataError(f"a message's content must be a string or a list of text parts, found {content!r:.120}")
-    if not all(isinstance(part.get("text"), str) for part in content):
-        raise DataError(f"a text part of a message needs `text`, and it must be a string, found {content!r:.120}")
-    return Message(role, tuple(Text(part["text"]) for part in content))
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise DataError(f"a message's content must be a string or a list of parts, found {content!r:.120}")
+    return Message(role, tuple(map(_part, content)))
+
+
+def _part(part: Mapping[str, Any]) -> Part:
+    """Return a part from a dict. OpenAI's form `{"type": "image_url", "image_url": {"url": ...}}` is an image, too."""
+    kind, url = part.get("type"), part.get("url", part.get("image_url"))
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if kind == "text" and isinstance(part.get("text"), str):
+        return Text(part["text"])
+    if kind in ("image", "image_url") and isinstance(url, str):
+        return Image(url)
+    raise DataError(
+        "a part of a message must be a text, {type: text, text: ...}, or an image, {type: image, url: ...}, found "
+        f"{part!r:.120}"
+    )

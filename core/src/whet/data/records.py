@@ -8,7 +8,8 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from whet.data.messages import Conversation, conversation
+from whet.data.messages import Conversation, Image, conversation
+from whet.errors import DataError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -43,10 +44,36 @@ def gold_answer(task: Task) -> str | None:
     if not task.data:
         return None
     held = task.data.get(GOLD, task.data)
-    text = held if isinstance(held, str) else json.dumps(held, ensure_ascii=False, default=repr)
-    if len(text) <= GOLD_CHARACTERS:
-        return text
-    return f"{text[:GOLD_CHARACTERS]} [{len(text) - GOLD_CHARACTERS} more characters]"
+    return shortened(held if isinstance(held, str) else json.dumps(held, ensure_ascii=False, default=repr))
+
+
+def shortened(text: str, most: int = GOLD_CHARACTERS) -> str:
+    """Return text, cut to a number of characters."""
+    return text if len(text) <= most else f"{text[:most]} [{len(text) - most} more characters]"
+
+
+RECORDED_CHARACTERS, RECORDED_NUMBERS = 20_000, 4_096
+"""Limits of a value that an environment records."""
+
+
+def recordable(value: Any) -> Any:
+    """Return a value for the record of an episode as builtins. A long text is cut.
+
+    Raises `DataError` for anything but text, numbers, an image, and arrays or lists of at most 4,096 numbers or texts.
+    """
+    if isinstance(value, Image):
+        return {"type": "image", "url": value.url}
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, str):
+        return shortened(value, RECORDED_CHARACTERS)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple) and np.size(np.array(value, dtype=object)) <= RECORDED_NUMBERS:
+        return [recordable(item) for item in value]
+    raise DataError(
+        f"an episode cannot record {value!r:.80}; wanted text, a number, an image, or a list or array of at most "
+        f"{RECORDED_NUMBERS:,} of them"
+    )
 
 
 @frozen
@@ -192,8 +219,8 @@ class Episode:
     """The weighted sum of `rewards`."""
     turns: int
     """Number of the model's responses, over all sequences."""
-    messages: tuple[tuple[str, str], ...] = ()
-    """(role, text) of the conversation, for records and reports."""
+    messages: tuple[tuple[str, Any], ...] = ()
+    """(role, content) of the conversation, for records and reports. See `Message.plain`."""
     task_id: str = ""
     """The task's own name, if it has one."""
     answer: str | None = None
@@ -204,6 +231,8 @@ class Episode:
     """The reference answer of the task, for records and reports; see `gold_answer`."""
     difficulty: float | None = None
     """The difficulty at which it was played; see `Adaptive`."""
+    recorded: Mapping[str, Any] = field(factory=dict)
+    """What the environment recorded by `model.record`, as builtins."""
 
     @property
     def context_full(self) -> bool:

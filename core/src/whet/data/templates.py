@@ -53,7 +53,9 @@ class ChatTemplate:
 
 
 def _seen(message: Message) -> dict[str, Any]:
-    """Return a message in the form that templates read."""
+    """Return a message in the form that templates read. Raises `DataError` if a part of it is not text."""
+    if any(part.type != "text" for part in message.content):
+        raise DataError(f"a {message.role} message has an image, and no model reads images yet; leave it out")
     seen: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.answers:
         seen["tool_call_id"] = message.answers

@@ -122,6 +122,13 @@ class Model(Protocol):
         """
         ...
 
+    def record(self, name: str, value: Any) -> None:
+        """Add a value to the record of the episode, for the run folder and the report.
+
+        `value`: text, a number, an `Image`, or a list or array of at most 4,096 of them. A long text is cut.
+        """
+        ...
+
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible endpoint for an external agent: `async with model.endpoint() as address:`.
 

@@ -235,8 +235,9 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         **({"undecided": list(episode.undecided)} if episode.undecided else {}),
         **({} if episode.gold is None else {"gold": episode.gold}),
         **({} if episode.difficulty is None else {"difficulty": episode.difficulty}),
+        **({"recorded": dict(episode.recorded)} if episode.recorded else {}),
         **({"addressed": [_addressed(t) for t in episode.trajectories]} if recorded else {}),
-        "messages": [{"role": role, "content": text} for role, text in episode.messages],
+        "messages": [{"role": role, "content": content} for role, content in episode.messages],
     }
 
 

@@ -160,12 +160,13 @@ class Player(Sequences):
             rewards=rewards,
             reward=total_reward(rewards, weights),
             turns=sum(sequence.turns for sequence in sequences),
-            messages=tuple((message.role, message.text) for message in sequences[0].messages),
+            messages=tuple((message.role, message.plain) for message in sequences[0].messages),
             task_id=assignment.task.id,
             answer=stated_answer(route.environment, sequences[0].messages) if self.answers else None,
             undecided=tuple(undecided),
             gold=gold_answer(assignment.task),
             difficulty=assignment.difficulty,
+            recorded=model.log,
         )
 
     @asynccontextmanager

@@ -12,15 +12,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from attrs import evolve, field, frozen
 
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn
-from whet.errors import ContextFull, EpisodeError, PluginError
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn, recordable
+from whet.errors import ContextFull, DataError, EpisodeError, PluginError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import Address, EpisodeInfo, checked_rewards
@@ -99,6 +99,8 @@ class RecordedModel:
         """All sequences of the episode, in the order in which they were started."""
         self.recorded: list[RecordedReward] = [] if beside is None else beside.recorded
         """The rewards that the episode has recorded."""
+        self.log: dict[str, Any] = {} if beside is None else beside.log
+        """What `record` has added to the record of the episode."""
         self._fork = len(self.sequences)
         self.sequences.append(self)
         self.messages: Conversation = ()
@@ -162,6 +164,13 @@ class RecordedModel:
                 f"{len(completion.tokens)}"
             )
         self.recorded.append(RecordedReward(name, number, self.agent, self._fork, (begin + first, begin + last)))
+
+    def record(self, name: str, value: Any) -> None:
+        """See `Model.record`. Raises `EpisodeError` for a value that cannot be recorded."""
+        try:
+            self.log[str(name)] = recordable(value)
+        except DataError as error:
+            raise EpisodeError(f"it recorded {name!r}: {error}") from error
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible address at which an external agent plays the episode."""

@@ -39,6 +39,7 @@ DTYPES: Final = {
 }  # fmt: skip
 RECORDS: Final = {
     "Text": "whet.data.messages",
+    "Image": "whet.data.messages",
     "Message": "whet.data.messages",
     "Task": "whet.data.records",
     "Sampling": "whet.data.records",
@@ -46,6 +47,7 @@ RECORDS: Final = {
     "Completion": "whet.data.records",
     "Reply": "whet.data.records",
     "Trajectory": "whet.data.records",
+    "SpanReward": "whet.data.records",
     "Episode": "whet.data.records",
     "Group": "whet.data.records",
     "Batch": "whet.data.batch",

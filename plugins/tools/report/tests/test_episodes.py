@@ -65,3 +65,28 @@ def test_the_worst_gaps_come_first_and_lead_to_their_tokens(tmp_path, run_folder
     assert [(each["step"], each["tokens"]) for each in found["steps"]] == [(1, 3), (2, 3), (10, 3)]
     assert found["steps"][2]["max"] == 0.25
     assert found["steps"][2]["mean"] == pytest.approx(0.25 / 3, rel=1e-5)
+
+
+def test_images_of_a_safe_kind_are_shown_and_nothing_is_loaded_from_elsewhere():
+    fine = "data:image/png;base64,iVBORw0KGgo="
+    urls = [
+        fine,
+        "https://example.org/a.png",
+        "data:image/svg+xml;base64,AAAA",
+        'data:image/png;base64,A" onload="x',
+        7,
+    ]
+    content = [{"type": "text", "text": "Look"}, *({"type": "image", "url": url} for url in urls)]
+    row = {
+        "messages": [{"role": "user", "content": content}],
+        "recorded": {"board": {"type": "image", "url": fine}, "log": "moved", "odd": {"type": "image", "url": urls[1]}},
+        "addressed": [{"agent": "white", "reward": 1.5, "turns": [{"turn": 0, "name": "legal", "value": -1.0}, 3]}, 4],
+    }
+    shown = episodes.episode(row)
+    assert shown["messages"] == [{"role": "user", "content": "Look", "images": [fine]}]
+    assert [(one["name"], one["images"]) for one in shown["recorded"]] == [("board", [fine]), ("log", []), ("odd", [])]
+    assert shown["recorded"][1]["content"] == "moved"
+    assert shown["addressed"] == [
+        {"agent": "white", "reward": 1.5, "turns": [{"turn": 0, "name": "legal", "value": -1.0}]}
+    ]
+    assert episodes.episode({"recorded": 3})["recorded"] == []

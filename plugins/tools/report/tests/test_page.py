@@ -54,6 +54,7 @@ def test_the_policy_lets_this_script_and_this_style_run_and_nothing_else(hostile
         "default-src": "'none'",
         "script-src": hash_of(parts.texts["script"]),
         "style-src": hash_of(parts.texts["style"]),
+        "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
     }

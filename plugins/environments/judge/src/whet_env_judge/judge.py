@@ -137,6 +137,10 @@ class Recorder:
         """See `Model.reward`."""
         self._model.reward(name, value, **address)
 
+    def record(self, name: str, value: Any) -> None:
+        """See `Model.record`."""
+        self._model.record(name, value)
+
     @asynccontextmanager
     async def endpoint(self, *, ignore: Collection[str] = ()) -> AsyncIterator[Address]:
         """Yield an address for an external agent. The agent's first conversation is judged."""

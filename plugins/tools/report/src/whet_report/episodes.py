@@ -5,6 +5,7 @@ then others spread over the run. Each step gets an equal share of the room, and 
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ MOST_EPISODES = 256
 """Episodes of one step."""
 MOST_CHARACTERS = 20_000
 """Characters of one message."""
+MOST_IMAGE = 1_000_000
+"""Characters of one image."""
+SHOWN_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
+"""Images that the page shows. Other kinds, such as SVG, may hold markup."""
 MOST_TOKENS = 16_384
 """Tokens of one sequence."""
 NUMBERS = ("group", "task", "sample", "reward", "advantage", "turns", "response_length")
@@ -113,6 +118,8 @@ def episode(row: Json) -> Json:
         "versions": [number(version) for version in listed(row.get("versions"))[:2]],
         "rewards": {str(k): number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
         "messages": [message(one) for one in listed(messages)],
+        "recorded": recorded(row.get("recorded")),
+        "addressed": [addressed(one) for one in listed(row.get("addressed")) if isinstance(one, dict)],
         "sequences": [made for one in listed(sequences) if (made := sequence(one))],
     }
 
@@ -121,7 +128,38 @@ def message(found: Any) -> Json:
     """Return a message of the conversation."""
     if not isinstance(found, dict):
         return {"role": "", "content": text(found)}
-    return {"role": text(found.get("role", "")), "content": text(found.get("content", ""))}
+    content = found.get("content", "")
+    parts = [part for part in listed(content) if isinstance(part, dict)]
+    said = "".join(text(part.get("text", "")) for part in parts) if parts else text(content)
+    return {"role": text(found.get("role", "")), "content": said, "images": [i for part in parts if (i := image(part))]}
+
+
+def image(part: Any) -> str:
+    """Return the data URL of an image that the page may show, else "". The page loads nothing from elsewhere."""
+    url = part.get("url") if isinstance(part, dict) and part.get("type") == "image" else None
+    return url if isinstance(url, str) and len(url) <= MOST_IMAGE and SHOWN_IMAGE.fullmatch(url) else ""
+
+
+def recorded(found: Any) -> list[Json]:
+    """Return what the environment recorded: name, text, and image where there is one."""
+    shown = []
+    for name, value in (found if isinstance(found, dict) else {}).items():
+        seen = image(value)
+        shown.append({"name": text(name), "content": "" if seen else text(value), "images": [seen] if seen else []})
+    return shown
+
+
+def addressed(found: Json) -> Json:
+    """Return the rewards of a sequence: its agent, its reward, and the rewards of its turns."""
+    turns = [one for one in listed(found.get("turns")) if isinstance(one, dict)]
+    return {
+        "agent": text(found.get("agent", "")),
+        "reward": number(found.get("reward")),
+        "turns": [
+            {"turn": number(one.get("turn")), "name": text(one.get("name", "")), "value": number(one.get("value"))}
+            for one in turns
+        ],
+    }
 
 
 def sequence(found: Any) -> Json | None:

@@ -49,9 +49,9 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """Return the content security policy: this script, this style, and nothing else from anywhere."""
+    """Return the content security policy: this script, this style, images in the page, and nothing from elsewhere."""
     return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 

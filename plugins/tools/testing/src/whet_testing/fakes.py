@@ -19,7 +19,7 @@ from whet.component import Spec
 from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, Tools, conversation
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn, recordable
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address, EpisodeInfo
@@ -66,6 +66,8 @@ class FakeModel:
         """The agent of the sequence; see `Model.fork`."""
         self.rewards: list[tuple[str, float, str]] = []
         """The recorded rewards of this sequence: name, value, and `turn`, `sequence` or `agent`."""
+        self.log: dict[str, Any] = {}
+        """What `record` has recorded."""
         self.episode = EpisodeInfo("train", True, 0, 0, 0, seed=1, group_seed=2)
         """What the environment is told about the episode. Replace it to test another split, sample or difficulty."""
 
@@ -102,6 +104,10 @@ class FakeModel:
     ) -> None:
         """Record a reward of this sequence in `rewards`."""
         self.rewards.append((name, float(value), of))
+
+    def record(self, name: str, value: Any) -> None:
+        """Record a value of the episode in `log`."""
+        self.log[name] = recordable(value)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an endpoint that answers by the script. `messages` becomes the last conversation of the endpoint."""

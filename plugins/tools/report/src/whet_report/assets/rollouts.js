@@ -104,7 +104,7 @@ function episodeView(one, source, draw) {
   const facts = [["environment", one.environment], ["task", `${one.task}${one.id ? `, ${one.id}` : ""}`], ["group · sample", `${one.group} · ${one.sample}`],
     ...(one.gold ? [["right answer", one.gold]] : []), ...(one.answer ? [["answered", one.answer]] : []),
     ...(advantageOf(one) === null ? [] : [["advantage", format(advantageOf(one))]]),
-    ["turns", format(one.turns)], ["model's tokens", format(one.response_length)], ["ended by", one.stop === "length" ? "its length limit" : one.stop],
+    ["turns", format(one.turns)], ["model's tokens", format(one.response_length)], ["ended by", { length: "its length limit", context: "a full context" }[one.stop] || one.stop],
     ["weight versions", [...new Set(one.versions)].join(" to ")], ...(one.gap === undefined ? [] : [["widest gap", `${gapText(one.gap)} nats`]])];
   return [
     el("section", { class: "panel" }, el("div", { class: "two" },
@@ -113,7 +113,7 @@ function episodeView(one, source, draw) {
         el("tbody", null, Object.entries(one.rewards).map(([name, value]) => el("tr", null, el("td", null, visible(name)), el("td", { class: "n" }, format(value)))))))),
     el("section", { class: "panel", id: "episode" },
       el("div", { class: "bar" }, el("span", { class: "turns" }, pick("tokens", "Tokens"), pick("messages", "Messages")), tab === "tokens" && tokenChoices(one, draw)),
-      tab === "tokens" ? tokensOf(one) : one.messages.map(messageView), goldView(one),
+      tab === "tokens" ? tokensOf(one) : one.messages.map(messageView), goldView(one), recordedView(one),
       !one.sequences.length && browse.kind === "training" && el("p", { class: "note small" }, "This episode was not recorded token by token; rollout.record in the config says which are.")),
     groupView(one, source, draw), historyView(one, source, draw),
   ];
@@ -137,5 +137,18 @@ function tokensOf(one) {
 function messageView(message) {
   const known = ["assistant", "user", "system", "tool"].includes(message.role);
   return el("div", { class: known ? `message ${message.role}` : "message" }, el("div", { class: "role" }, visible(message.role)),
-    el("pre", null, visible(message.content)));
+    message.content && el("pre", null, visible(message.content)),
+    (message.images || []).map((url) => el("img", { src: url, alt: `image of the ${message.role}` })));
+}
+
+// What the environment recorded beside the conversation, and the rewards of agents and turns.
+function recordedView(one) {
+  return [
+    one.recorded.map((each) => el("div", { class: "message" }, el("div", { class: "role" }, "recorded: ", visible(each.name)),
+      each.content && el("pre", null, visible(each.content)), each.images.map((url) => el("img", { src: url, alt: each.name })))),
+    one.addressed.length > 0 && el("table", { class: "rows" },
+      el("thead", null, el("tr", null, ["sequence", "agent", "reward", "rewards of turns"].map((title) => el("th", null, title)))),
+      el("tbody", null, one.addressed.map((each, index) => el("tr", null, el("td", null, String(index + 1)), el("td", null, visible(each.agent)),
+        el("td", { class: "n" }, format(each.reward)),
+        el("td", null, visible(each.turns.map((turn) => `${turn.turn + 1}: ${turn.name} ${format(turn.value)}`).join(", ")))))))];
 }
