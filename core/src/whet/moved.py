@@ -86,12 +86,8 @@ def leading_on(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _today(path: str) -> str | None:
     """Return the whole name of today for a path of before, or for a path in a room of before."""
-    packages = {room: f"whet.{new}" for room, new in MOVED.items()} | _moved_out()
+    elsewhere = {point.name: point.value for point in entry_points(group="whet.moved")}
+    packages = {room: f"whet.{new}" for room, new in MOVED.items()} | elsewhere
     rooms = [path, *(path[:end] for end in range(len(path) - 1, 0, -1) if path[end] == ".")]
     room = next((room for room in rooms if room in packages), None)
     return None if room is None else packages[room] + path[len(room) :]
-
-
-def _moved_out() -> dict[str, str]:
-    """Return the modules of other distributions that were in core, by their path there."""
-    return {point.name: point.value for point in entry_points(group="whet.moved")}

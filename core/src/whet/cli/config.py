@@ -66,16 +66,13 @@ def _lines(setting: "Setting", config: str) -> "Iterator[str]":
 def _change(setting: "Setting", config: str) -> str:
     match setting.origin.kind:
         case "override":
-            return f"another value in the override; without it, {_next(setting)} holds"
+            next_one = f"that of {setting.origins[1]}" if len(setting.origins) > 1 else "nothing"
+            return f"another value in the override; without it, {next_one} holds"
         case "file":
             return f"{setting.origin}, or {setting.key}=VALUE on the command line"
         case "extends":
             return f"set it in {config}, which comes before {setting.origin.name}, or {setting.key}=VALUE"
     return f"set it in {config}, or {setting.key}=VALUE on the command line"
-
-
-def _next(setting: "Setting") -> str:
-    return f"that of {setting.origins[1]}" if len(setting.origins) > 1 else "nothing"
 
 
 def _rows(found: "Sequence[Setting]") -> "Iterator[str]":

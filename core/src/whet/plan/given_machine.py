@@ -27,8 +27,6 @@ GPU_GIB: Final[Mapping[str, tuple[int, ...]]] = {
 EXAMPLES: Final = "`8xH100-80GB`, `2x8xA100-40GB`, `4x24GB,cores=32,memory=256GB`, or a YAML file"
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)(M|G|T)i?B?", re.IGNORECASE)
 _UNITS: Final = {"M": 2**20, "G": 2**30, "T": 2**40}
-
-
 _AMOUNTS: Any = validators.deep_mapping(value_validator=between(0, FACTOR))
 
 

@@ -48,7 +48,8 @@ def gpu_problems(cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan
     if joins(cluster):
         if not machine.given:
             return []
-        who, nodes = _named(machine), list(machine.nodes)
+        nodes = list(machine.nodes)
+        who = f"the {len(nodes)} given machines" if machine.others else who
     there = sum(node.gpus for node in nodes)
     if wanted > there:
         verb = "have" if len(nodes) > 1 else "has"
@@ -58,10 +59,6 @@ def gpu_problems(cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan
         Problem("cluster", f"no machine of {who} has room left for {one}; change gpus, threads, resources or placement")
         for one in unplaced[:1]
     ]
-
-
-def _named(machine: Machine) -> str:
-    return f"the {len(machine.nodes)} given machines" if machine.others else "the given machine"
 
 
 def _indices(device: str) -> Iterable[int]:

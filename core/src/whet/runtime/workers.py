@@ -28,8 +28,6 @@ from whet.runtime.wire import encode
 
 BUSY_GRACE_SECONDS = 0.3
 """Seconds that `close` allows the workers while a call is under way: its caller does not want to wait for the call."""
-
-
 _PATIENCE_FOR_A_DEATH = 1.0
 
 
