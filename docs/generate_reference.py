@@ -57,7 +57,7 @@ WHERE = {
     "generators": "`generator:`. It continues sequences of tokens: rollouts and evaluation need one.",
     "losses": "`algorithm.loss:`. A pure function of model outputs and a batch.",
     "environments": "`environments:` and `evaluation.environments:`. It gives tasks and plays episodes.",
-    "loggers": "`loggers:`. It sees plain numbers after each step.",
+    "loggers": "`loggers:`. It sees plain numbers after each step, and events if it wants them.",
     "algorithms": "`algorithm:`. It is the loop of a run.",
     "advantages": "`algorithm.advantages:`, of algorithms that compare answers. A pure function of rewards and groups.",
     "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",

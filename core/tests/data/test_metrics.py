@@ -2,12 +2,26 @@ import math
 from collections.abc import Callable, Mapping
 from functools import reduce
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data import metrics
-from whet.data.metrics import Metric, largest, mean, merge, plain, smallest, total
+from whet.data.metrics import (
+    Metric,
+    detached,
+    histogram,
+    histogram_rows,
+    largest,
+    mean,
+    merge,
+    plain,
+    smallest,
+    total,
+)
+from whet.runtime.wire import decode, encode
 
 numbers = st.floats(-1e6, 1e6)
 KINDS: dict[str, tuple[Callable[[float], Metric], Callable[[list[float]], float]]] = {
@@ -26,6 +40,45 @@ def test_merging_gives_the_same_in_any_grouping(kind: str, values: list[float], 
         i = data.draw(st.integers(0, len(parts) - 2))
         parts[i : i + 2] = [merge(parts[i : i + 2])]
     assert parts[0]["x"].number() == pytest.approx(expected(values), abs=1e-6)
+
+
+EDGES = (-1.0, 0.0, 2.5)
+
+
+@settings(deadline=None)  # the first tensor takes a while
+@given(st.lists(st.lists(numbers | st.just(math.nan), max_size=8), min_size=1, max_size=5), st.booleans())
+def test_histograms_of_parts_add_up_to_that_of_the_whole(parts: list[list[float]], tensors: bool) -> None:
+    arrays = [np.array(part, np.float32) for part in parts]
+    merged = reduce(Metric.merge, [histogram(torch.from_numpy(a) if tensors else a, EDGES) for a in arrays])
+    values = np.concatenate(arrays)
+    expected = np.histogram(values[~np.isnan(values)], [-math.inf, *EDGES, math.inf])[0].tolist()
+    (row,) = histogram_rows(detached({"x": merged}))
+    assert row == {"name": "x", "edges": list(EDGES), "counts": expected}
+
+
+def test_a_histogram_may_have_any_shape_and_dtype() -> None:
+    for values in (torch.tensor([[1, 3], [0, -7]]), np.array([[1, 3], [0, -7]]), torch.tensor([0.0, 1, 3, -7]).half()):
+        assert histogram_rows({"x": histogram(values, (-0.5, 0.5, 2.0))})[0]["counts"] == [1, 1, 1, 1]
+
+
+def test_a_histogram_of_parameters_keeps_no_gradient() -> None:
+    assert not histogram(torch.ones(3, requires_grad=True), EDGES).value.requires_grad
+
+
+def test_histograms_are_no_plain_numbers() -> None:
+    assert plain({"a": mean(1.0), "x": histogram(np.ones(3), EDGES)}) == {"a": 1.0}
+    assert histogram(np.ones(3), EDGES).number() == 3
+
+
+def test_histograms_on_different_grids_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="different grids"):
+        histogram(np.ones(3), EDGES).merge(histogram(np.ones(3), (0.0,)))
+
+
+def test_a_histogram_crosses_between_processes() -> None:
+    found = detached({"x": histogram(torch.tensor([0.5, 3.0, -2.0]), EDGES)})
+    (there,) = decode(encode([found]))
+    assert histogram_rows(metrics.merge([there, found]))[0]["counts"] == [2, 0, 2, 2]
 
 
 def test_means_weigh_by_their_counts() -> None:

@@ -1,9 +1,12 @@
 """Loggers and hooks watch a run and can never end it."""
 
+import threading
+
 import pytest
 
 from whet import hookimpl
 from whet.data.files import read_rows
+from whet.interfaces.logger import Event
 from whet.plugins.registry import new_manager
 from whet.run.observers import Observers
 from whet.run.run_folder import RunFolder
@@ -45,6 +48,57 @@ def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
     assert bad.seen == []
     (row,) = read_rows(tmp_path / "journal.jsonl")
     assert (row["event"], row["message"]) == ("watcher failed", "dashboard unreachable")
+
+
+class Seer(Notes):
+    """A logger that also wants events."""
+
+    def event(self, event):
+        if self.fail:
+            raise self.fail("no room for events")
+        self.seen.append(event)
+
+
+def test_events_reach_the_loggers_that_want_them_in_order(tmp_path):
+    folder, plain, seer = RunFolder(tmp_path), Notes(), Seer()
+    observers = Observers(new_manager(), folder)
+    observers.add("plain", plain)
+    observers.add("seer", seer)
+    observers.log(1, {})
+    folder.journal("saved", step=1)
+    observers.log(2, {})
+    observers.close()
+    folder.journal("closed")
+    assert plain.seen == [(1, {}), (2, {}), ("closed", False)]
+    assert seer.seen == [(1, {}), Event("saved", 1, details={"step": 1}), (2, {}), ("closed", False)]
+
+
+def test_a_logger_that_fails_at_an_event_is_dropped_and_the_others_see_that(tmp_path):
+    folder, good, bad, worse = RunFolder(tmp_path), Seer(), Seer(fail=OSError), Seer(fail=SystemExit)
+    observers = Observers(new_manager(), folder)
+    for name, logger in {"bad": bad, "good": good, "worse": worse}.items():
+        observers.add(name, logger)
+    folder.journal("saved", step=1)
+    observers.log(1, {"loss": 0.5})
+    assert [event.details.get("who", "") for event in good.seen[:-1]] == ["", "logger bad-0", "logger worse-2"]
+    assert good.seen[-1] == (1, {"loss": 0.5})
+    assert [row["event"] for row in read_rows(tmp_path / "journal.jsonl")].count("watcher failed") == 2
+
+
+def test_an_event_of_another_thread_reaches_loggers_on_the_drivers(tmp_path):
+    class Where(Seer):
+        def event(self, event):
+            self.seen.append(threading.current_thread())
+
+    folder, seer = RunFolder(tmp_path), Where()
+    observers = Observers(new_manager(), folder)
+    observers.add("seer", seer)
+    thread = threading.Thread(target=folder.journal, args=["group dropped"])
+    thread.start()
+    thread.join()
+    assert seer.seen == []
+    observers.log(1, {})
+    assert seer.seen == [threading.current_thread(), (1, {})]
 
 
 def test_a_signal_that_comes_while_a_logger_works_is_not_the_loggers_failure(tmp_path):

@@ -4,13 +4,15 @@ import errno
 import json
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 
 from whet.data.files import disk_errors, read_rows, use_umask
 from whet.errors import CheckpointError, WhetError
-from whet.run.run_folder import RunFolder
+from whet.interfaces.logger import Event
+from whet.run.run_folder import SAMPLED_ROWS, RunFolder
 
 
 def test_two_runs_cannot_have_one_folder(tmp_path):
@@ -185,20 +187,51 @@ def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path):
 def test_rows_appended_later_are_there_once_synced_or_released(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.claim()
-    run.append_later("rollouts/step-000001.jsonl", lambda: [{"n": 1}])
+    run.publish_later("rollouts/step-000001.jsonl", lambda: Event("rollouts", 1, rows=[{"n": 1}]))
     run.sync()
     assert [row["n"] for row in read_rows(tmp_path / "rollouts/step-000001.jsonl")] == [1]
-    run.append_later("rollouts/step-000002.jsonl", lambda: [{"n": 2}])
+    run.publish_later("rollouts/step-000002.jsonl", lambda: Event("rollouts", 2, rows=[{"n": 2}]))
     run.release()
     assert [row["n"] for row in read_rows(tmp_path / "rollouts/step-000002.jsonl")] == [2]
+
+
+def test_rows_written_later_reach_the_listener_on_the_callers_thread_in_a_bounded_number(tmp_path: Path) -> None:
+    run, told = RunFolder(tmp_path), []
+    run.listener = lambda event: told.append((event, threading.current_thread()))
+    rows = [{"n": n} for n in range(SAMPLED_ROWS + 1)]
+    run.publish_later("rollouts/step-000001.jsonl", lambda: Event("rollouts", 1, rows=rows))
+    run.sync()
+    assert told == [(Event("rollouts", 1, rows=rows[:-1]), threading.current_thread())]
+    assert len(list(read_rows(tmp_path / "rollouts/step-000001.jsonl"))) == SAMPLED_ROWS + 1
+    run.release()
+
+
+def test_each_line_of_the_journal_is_an_event(tmp_path: Path) -> None:
+    run, told = RunFolder(tmp_path), list[Event]()
+    run.listener = told.append
+    run.journal("saved", step=3)
+    run.journal("opened", after_step=2, steps=4)
+    run.journal("closed")
+    assert [(event.kind, event.step) for event in told] == [("saved", 3), ("opened", 2), ("closed", None)]
+    assert told[1].details == {"after_step": 2, "steps": 4}
+
+
+def test_a_rewind_forgets_the_histograms_and_tables_of_later_steps(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (1, 2):
+        run.publish("histograms.jsonl", Event("histograms", step, rows=[{"step": step, "name": "x"}]))
+        run.publish(f"tables/step-{step:06d}-worst.jsonl", Event("table", step, "worst", rows=[{"text": "no"}]))
+    run.rewind(1)
+    assert [row["step"] for row in read_rows(tmp_path / "histograms.jsonl")] == [1]
+    assert [path.name for path in (tmp_path / "tables").iterdir()] == ["step-000001-worst.jsonl"]
 
 
 def test_what_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     (tmp_path / "rollouts").write_text("a file where a folder should be")
-    run.append_later("rollouts/step-000001.jsonl", lambda: [{"n": 1}])
+    run.publish_later("rollouts/step-000001.jsonl", lambda: Event("rollouts", 1, rows=[{"n": 1}]))
     with pytest.raises(WhetError, match=r"cannot write .*rollouts"):
-        run.append_later("rollouts/step-000002.jsonl", lambda: [{"n": 2}])
+        run.publish_later("rollouts/step-000002.jsonl", lambda: Event("rollouts", 2, rows=[{"n": 2}]))
     run.release()
 
 

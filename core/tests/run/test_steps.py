@@ -12,8 +12,9 @@ from attrs import evolve
 from whet.config.sections import RunSection
 from whet.data.batch import from_sequences
 from whet.data.files import read_rows
-from whet.data.metrics import largest, mean
+from whet.data.metrics import histogram, largest, mean
 from whet.data.spans import Spans
+from whet.interfaces.logger import Event
 from whet.run.run_folder import RunFolder
 from whet.run.steps import Interrupted, Sinks, Steps
 
@@ -65,6 +66,30 @@ def test_every_step_is_written_with_its_merged_metrics(tmp_path):
     assert [row["step"] for row in rows] == [1, 2]
     assert (rows[0]["loss"], rows[0]["gap"], rows[0]["reward/mean"], rows[0]["tokens"]) == (2.0, 1.0, 0.75, 3)
     assert told.logged[1][0] == 2
+
+
+def test_histograms_and_tables_are_kept_in_files_and_told(tmp_path):
+    told, events = Told(), []
+    steps = make(tmp_path, told, steps=1)
+    steps._run.listener = events.append
+    for step in steps:
+        step.log({"gap": histogram(np.array([0.1, 0.7]), (0.0, 0.5, 1.0)), "loss": mean(1.0)})
+        step.log({"gap": histogram(np.array([2.0]), (0.0, 0.5, 1.0))})
+        step.table("worst", [{"task": 3, "text": "no"}])
+        step.finish(BATCH)
+    (row,) = read_rows(tmp_path / "histograms.jsonl")
+    assert row == {"step": 1, "name": "gap", "edges": [0.0, 0.5, 1.0], "counts": [0, 1, 1, 1]}
+    assert list(read_rows(tmp_path / "tables/step-000001-worst.jsonl")) == [{"task": 3, "text": "no"}]
+    assert "gap" not in next(read_rows(tmp_path / "metrics.jsonl"))
+    found = {event.kind: event for event in events}
+    assert found["histograms"] == Event("histograms", 1, rows=[row])
+    assert found["table"] == Event("table", 1, "worst", rows=[{"task": 3, "text": "no"}])
+
+
+@pytest.mark.parametrize("name", ["", "../outside", "a b", "-", "é", "a\n", "x" * 101])
+def test_a_table_with_a_strange_name_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="a table cannot have the name"):
+        next(iter(make(tmp_path, Told()))).table(name, [])
 
 
 def test_it_goes_on_after_the_last_checkpoint(tmp_path):

@@ -6,7 +6,7 @@
 The loop receives nothing but its parts. An algorithm never learns which backend, generator or launcher implements them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from attrs import frozen
@@ -39,6 +39,13 @@ class Step(Protocol):
 
     def log(self, metrics: "Mapping[str, Metric]") -> None:
         """Add metrics to this step. Metrics of the same name are merged by their kind."""
+        ...
+
+    def table(self, name: str, rows: "Sequence[Mapping[str, Any]]") -> None:
+        """Log rows of builtins under a name: loggers show them as a table, and `tables/` of the run folder keeps them.
+
+        Raises `ValueError` if the name is not made of letters, digits, - and _.
+        """
         ...
 
     def due(self, every: int) -> bool:

@@ -1,6 +1,6 @@
-"""The contract of a logger: it runs on the driver and sees only plain numbers."""
+"""The contract of a logger: it runs on the driver and sees plain numbers, and events if it wants them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,11 +23,32 @@ class RunInfo:
     """The step after which this run continues; 0 for a new run."""
 
 
+@frozen
+class Event:
+    """Something that happened in a run. The run folder keeps all of it. Kinds to come are to be ignored.
+
+    rollouts      rows: the first 64 episodes of a step, see `rollouts/`; sent after its `log`, before the next step's
+    evaluation    name: environment; details: its numbers; rows: its episodes
+    histograms    rows: name, edges [K], counts [K + 1]: below the first edge, between two edges, from the last edge up
+    table         name and rows that an algorithm logged with `step.table`
+
+    Each line of the journal is an event too, with its details: `opened` (a resume has `after_step` above 0), `rewound`,
+    `saved`, `failed`, `group dropped`, `replica restarted`, `run restarted`, `watcher failed` (a logger or a hook) ...
+    """
+
+    kind: str
+    step: int | None = None
+    name: str = ""
+    details: Mapping[str, Any] = field(factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()
+
+
 @runtime_checkable
 class Logger(Protocol):
     """Receives the metrics of each step. The component's target is called as `target(config, run)`.
 
-    Methods are called in order, on the driver.
+    Methods are called in order, on the driver. A logger may also have `event(self, event: Event) -> None`; an event
+    reaches it before the next call of another method.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -73,6 +73,7 @@ class RolloutStream:
         loop: EpisodeLoop | None = None,
         endpoints: Endpoints | None = None,
         greedy: bool = False,
+        journal: Callable[..., None] = lambda event, **details: None,
     ) -> None:
         """Make a stream. It plays nothing before the first take.
 
@@ -85,7 +86,7 @@ class RolloutStream:
             raise WhetError(f"of {len(self._weights)} environments none has a weight above 0; raise one's `weight`")
         self._tasks = [route.tasks() for route in routes]
         self._passing = {route.name: route.scoring.passing for route in routes if route.weight > 0}
-        self._group_size, self._greedy, self._seed = group_size, greedy, seed
+        self._group_size, self._greedy, self._seed, self._journal = group_size, greedy, seed, journal
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
         """All requests pass it on their way to the generator; see `paused`."""
@@ -325,8 +326,10 @@ class RolloutStream:
         slot.outcome = "dropped"
         lost = isinstance(error, EpisodeFailed) and error.infrastructure
         limit = self._section.max_infrastructure_groups if lost else self._section.max_failed_groups
+        name = self._routes[slot.route].name
+        self._journal("group dropped", group=slot.index, environment=name, task=slot.task, cause=in_words(error)[:500])
         if (count := self._again("infrastructure" if lost else "failed")) >= limit:
-            where = f"environment {self._routes[slot.route].name!r}, task {slot.task}"
+            where = f"environment {name!r}, task {slot.task}"
             said = str(error) if where in str(error) else f"{where}: {in_words(error)}"
             why = " because of their infrastructure" if lost else ""
             self._fail(WhetError(f"{count} groups in a row failed{why}; the last: {said}"), error)

@@ -5,6 +5,7 @@ build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weigh
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -21,7 +22,7 @@ from whet.data.metrics import Metrics, merge
 from whet.data.records import Sampling
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
-from whet.interfaces.logger import RunInfo
+from whet.interfaces.logger import Event, RunInfo
 from whet.interfaces.state import Components
 from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
@@ -146,6 +147,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     saved = run.saved.state if run.saved else {}
     attempt.observers.load(saved.get("loggers", {}))
     components = Components(saved.get("components", {}))
+    folder.journal("opened", after_step=run.done, steps=run.total, process=os.getpid())
     sync = make_weight_sync(
         prepared.plan.way, folder.scratch, config.cluster, begun.worker_groups.cluster, attempt.spans,
         config.rollout.on_weight_update, attempt.closers,
@@ -293,6 +295,7 @@ def _stream(
         filters=[build_selection(chosen) for chosen in getattr(config.algorithm.config, "filters", ())],
         deadline_seconds=config.cluster.deadlines.episode, status=attempt.observers.status, loop=models.loop,
         endpoints=endpoints, greedy=any(found.greedy_sample for found in roles.of(AdvantagesFacts).values()),
+        journal=attempt.folder.journal,
     )  # fmt: skip
     attempt.closers.append(stream.close)
     if begun.run.saved:
@@ -335,6 +338,8 @@ def _evaluation(
         for name, rows in result.rows(f"{label}-").items():
             attempt.folder.append(f"evaluations/{name}", rows)
         attempt.folder.write_json(f"evaluations/{label}.json", result.summary(f"{label}-", step=step))
+        for one in result.environments:
+            attempt.folder.listener(Event("evaluation", step, one.name, one.summary(), one.records))
         return result.metrics
 
     return evaluate
@@ -369,7 +374,9 @@ def _sinks(
         # Read here and not when saving: a signal may end the run after the stream has returned the next batch.
         position["rollouts"] = stream.state()
         consumed = stream.collect()
-        attempt.folder.append_later(f"rollouts/step-{step:06d}.jsonl", recorder.rows(consumed.trained, batch))
+        rows = recorder.rows(consumed.trained, batch)
+        file = f"rollouts/step-{step:06d}.jsonl"
+        attempt.folder.publish_later(file, lambda: Event("rollouts", step, rows=rows()))
         return consumed.entry()
 
     def log_step(step: int, numbers: Mapping[str, float]) -> None:

@@ -1,11 +1,13 @@
 """Observers of a run: its loggers and the plugins' hooks. An observer that fails never ends the run."""
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from whet.interfaces.logger import Logger
+from whet.interfaces.logger import Event, Logger
 from whet.interfaces.state import load_states, states
 from whet.run.run_folder import RunFolder
 
@@ -42,6 +44,8 @@ class Observers:
         """Whether the run failed; loggers are told when they are closed."""
         self._folder = folder
         self._loggers: dict[str, Logger] = {}
+        self._thread, self._events = threading.get_ident(), deque[Event]()
+        folder.listener = self._events.append
 
     def add(self, name: str, logger: Logger) -> None:
         """Add a logger."""
@@ -79,6 +83,10 @@ class Observers:
         self._loggers.clear()
 
     def _tell(self, method: str, *args: Any) -> None:
+        # Events may happen on any thread, and while a logger is called.
+        while self._events and threading.get_ident() == self._thread:
+            event = self._events.popleft()
+            self._each(lambda name, logger: logger.event(event) if hasattr(logger, "event") else None)
         self._each(lambda name, logger: getattr(logger, method)(*args))
 
     def _each(self, call: Callable[[str, Logger], object]) -> None:
@@ -88,8 +96,8 @@ class Observers:
             except (Exception, SystemExit) as error:
                 # A full dashboard, a lost connection or output that nobody reads any more (for which rich exits)
                 # must not cost a training run: the logger is dropped.
-                self._note(f"logger {name}", error)
                 self._loggers.pop(name, None)
+                self._note(f"logger {name}", error)
 
     def _note(self, who: str, error: BaseException) -> None:
         self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])

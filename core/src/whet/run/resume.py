@@ -7,7 +7,6 @@ inputs of a run -> fingerprint -> differs from that of the folder or its checkpo
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,7 +99,6 @@ def open_run(
     pythons = {role: {"interpreter": p.executable, **p.versions} for role, p in prepared.interpreters.items()}
     folder.write_json("versions.json", {**versions(), **({"roles": pythons} if pythons else {})})
     folder.write_json("plan.json", prepared.plan.to_dict())
-    folder.journal("opened", after_step=done, steps=total, process=os.getpid())
     return Opened(saved, total, fingerprint)
 
 

@@ -2,8 +2,8 @@
 
 config.yaml  identity.json  versions.json  plan.json     what ran
 journal.jsonl                                            what happened, an event a line
-metrics.jsonl  spans.jsonl                               a line per step, a line per phase
-rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
+metrics.jsonl  histograms.jsonl  spans.jsonl             a line per step, per histogram of a step, per phase
+rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl  tables/step-000012-NAME.jsonl
 evaluations/step-000010.json  evaluations/tasks/step-000010-NAME.jsonl
 checkpoints/step-000020/    model/    logs/ROLE-RANK.log  logs/waits.log
 """
@@ -21,11 +21,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from attrs import evolve
+
 from whet.data.files import disk_errors, json_line, read_rows, reading, step_of
 from whet.errors import CheckpointError
+from whet.interfaces.logger import Event
 
-PRIVATE: Final = ("rollouts/", "evaluations/", "endpoint.jsonl")
+PRIVATE: Final = ("rollouts/", "evaluations/", "tables/", "endpoint.jsonl")
 """Files of the run folder with what the model was asked and said: prompts may be a company's or a user's own."""
+STEPS: Final = ("metrics.jsonl", "histograms.jsonl", "spans.jsonl")
+"""Files of rows that name their step."""
+SAMPLED_ROWS: Final = 64
+"""Rollouts of a step that loggers see."""
 
 
 class RunFolder:
@@ -37,10 +44,12 @@ class RunFolder:
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.scratch = self.path / "scratch"
         """For files that need not outlast the run."""
+        self.listener: Callable[[Event], None] = lambda event: None
+        """Called with each event of the run, by the thread on which it happens."""
         self._private = private_records
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._writing: Future[Event] | None = None
 
     def claim(self) -> None:
         """Make the folder and lock it; a second run in it is refused."""
@@ -120,22 +129,34 @@ class RunFolder:
                     stream.truncate(end)  # all rows or none: what is there stays readable
                     raise
 
-    def append_later(self, name: str, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Append rows that are made and written on another thread; what fails is raised by the next call or `sync`."""
+    def publish(self, name: str, event: Event) -> None:
+        """Append the rows of an event to a file, and tell the listener."""
+        self.append(name, event.rows)
+        self.listener(event)
+
+    def publish_later(self, name: str, make: Callable[[], Event]) -> None:
+        """Make and append the rows of an event on another thread. The next call or `sync` tells the listener, or raises
+        what failed.
+        """
+
+        def write() -> Event:
+            self.append(name, (event := make()).rows)
+            return evolve(event, rows=event.rows[:SAMPLED_ROWS])
+
         self.settle()
         self._writer = self._writer or ThreadPoolExecutor(1, "whet rows")
-        self._writing = self._writer.submit(lambda: self.append(name, rows()))
+        self._writing = self._writer.submit(write)
 
     def settle(self) -> None:
         """Wait until what was to be appended later is written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            self.listener(writing.result())
 
     def sync(self) -> None:
         """Make the rows of all steps so far durable, as is needed before a checkpoint that builds on them."""
         self.settle()
-        for name in ("metrics.jsonl", "spans.jsonl", "journal.jsonl"):
+        for name in (*STEPS, "journal.jsonl"):
             file = self.path / name
             if file.exists():
                 with disk_errors(file), file.open("rb") as stream:
@@ -158,18 +179,19 @@ class RunFolder:
         return iter(read_rows(file) if file.exists() else ())
 
     def journal(self, event: str, **details: Any) -> None:
-        """Write a line of what happened."""
+        """Write a line of what happened, and tell the listener."""
         self.append("journal.jsonl", [{"time": round(time.time(), 3), "event": event, **details}])
+        self.listener(Event(event, details.get("step", details.get("after_step")), details=details))
 
     def rewind(self, step: int) -> None:
         """Forget what was written of later steps: they will be taken again. The journal remembers, and says so."""
         if (self.path / "journal.jsonl").exists():
             self._keep_rows("journal.jsonl", math.inf)
             self.journal("rewound", after_step=max(0, step))
-        for name in ("metrics.jsonl", "spans.jsonl"):
+        for name in STEPS:
             self._keep_rows(name, step)
-        for pattern in ("rollouts/step-*.jsonl", "evaluations/step-*.json*", "evaluations/tasks/step-*.jsonl"):
-            for file in self.path.glob(pattern):
+        for folder in ("rollouts", "evaluations", "evaluations/tasks", "tables"):
+            for file in self.path.glob(f"{folder}/step-*.json*"):
                 if (step_of(file.name) or 0) > step and not file.is_dir():
                     file.unlink()
         for unfinished in self.checkpoints.glob("*.partial"):

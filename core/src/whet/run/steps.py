@@ -9,9 +9,10 @@ A step that was begun must be finished. What an algorithm must remember from one
 """
 
 import copy
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from whet.data import metrics as merging
 from whet.data.metrics import Metric
 from whet.data.randomness import derive_seed
 from whet.data.spans import Spans
+from whet.interfaces.logger import Event
 from whet.run.interrupts import Interrupts, acknowledge, on_signals
 from whet.run.run_folder import RunFolder
 from whet.run.startup_time import BEFORE, Startup
@@ -48,6 +50,12 @@ class Step:
     def log(self, metrics: Mapping[str, Metric]) -> None:
         """Add metrics; those of one name are merged by their kind."""
         self._metrics = merging.merge([self._metrics, metrics])
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of builtins to `tables/` of the run folder, and send them to loggers."""
+        if not re.fullmatch(r"[A-Za-z0-9][\w-]{0,99}", name, re.ASCII):
+            raise ValueError(f"a table cannot have the name {name!r:.100}; use letters, digits, - and _")
+        self._steps.publish(f"tables/step-{self.number:06d}-{name}.jsonl", Event("table", self.number, name, rows=rows))
 
     def due(self, every: int) -> bool:
         """Return whether something that happens every so many steps, and after the last, happens now. 0: only last."""
@@ -95,6 +103,7 @@ class Steps:
         self.stopped_by: int | None = None
         """Signal that ended the loop early."""
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
+        self.publish = run.publish
         self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
         self._saved = done
         self._interrupts = interrupts or Interrupts()
@@ -160,6 +169,8 @@ class Steps:
         spans, rows = self._spans.drain(), list[dict[str, Any]]()
         seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}
         for span in spans:
+            times = {"begin": round(span.begin, 6), "seconds": round(span.seconds, 6)}
+            rows.append({"step": number, "role": span.role, "phase": span.phase, **times})
             if number > self._first or span.phase not in BEFORE:
                 name = f"seconds/{span.role}.{span.phase}"
                 seconds[name] = seconds.get(name, 0.0) + span.seconds
@@ -167,12 +178,11 @@ class Steps:
             seconds |= self._startup.metrics(spans, seconds["seconds/step"], number == self._first)
         numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
-        for s in spans:
-            times = {"begin": round(s.begin, 6), "seconds": round(s.seconds, 6)}
-            rows.append({"step": number, "role": s.role, "phase": s.phase, **times})
         self._run.append("spans.jsonl", rows)
         self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
         self._sinks.log(number, numbers)
+        if histograms := [{"step": number, **row} for row in merging.histogram_rows(metrics)]:
+            self._run.publish("histograms.jsonl", Event("histograms", number, rows=histograms))
 
     def _save(self) -> None:
         with self._while("saving"), self._spans.phase("run", "save"):

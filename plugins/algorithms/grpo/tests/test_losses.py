@@ -7,6 +7,7 @@ import torch
 from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
+from whet.data.metrics import histogram_rows
 from whet_grpo.config import ClippedPgConfig, GspoConfig
 from whet_grpo.losses import ClippedPg, Gspo
 from whet_ops.algorithms.config import KlLossSection
@@ -51,6 +52,12 @@ def test_the_mean_over_tokens_counts_those_of_dead_sequences(batch: Batch) -> No
     gaps = [abs(math.log(ratio)) for ratio in (1.5, 0.5, 1.1)]
     assert metrics["logprob_gap/mean"].number() == pytest.approx(sum(gaps) / 3)
     assert metrics["logprob_gap/max"].number() == pytest.approx(math.log(2))
+    (row,) = histogram_rows(metrics)
+    assert {edge: count for edge, count in zip(row["edges"], row["counts"][1:], strict=True) if count} == {
+        0.0625: 1,  # |log 1.1|
+        0.25: 1,  # |log 1.5|
+        0.5: 1,  # |log 0.5|
+    }
 
 
 def test_where_no_sequence_can_learn_the_gap_is_shown_all_the_same(batch: Batch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
+from whet.data.metrics import histogram_rows
 from whet_ops.algorithms.config import (
     CorrectionSection,
     KlControlSection,
@@ -210,6 +211,9 @@ def test_metrics_of_advantages_are_over_trained_tokens() -> None:
     assert found["advantages/mean"].number() == pytest.approx(values.mean())
     assert found["advantages/std"].number() == pytest.approx(values.std())
     assert (found["advantages/min"].number(), found["advantages/max"].number()) == (-2, 4)
+    (row,) = histogram_rows(found)
+    seen = {edge: count for edge, count in zip(row["edges"], row["counts"][1:], strict=True) if count}
+    assert (row["name"], seen) == ("advantages", {1.0: 1, -2.0: 2, 4.0: 3})
 
 
 def test_the_reward_without_the_penalty_stays() -> None:

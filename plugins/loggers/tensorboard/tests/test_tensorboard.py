@@ -11,7 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.util.tensor_util import make_ndarray
 
+import whet.interfaces.logger
 from whet.component import Selection
 from whet.config.sections import Config, ModelSection, RunSection
 from whet.interfaces.logger import RunInfo
@@ -130,3 +132,21 @@ def test_two_loggers_may_not_write_one_folder() -> None:
     config = Config(RunSection("runs/x", 1), ModelSection("m"), algorithm=None, backend=None, loggers=loggers)
     (problem,) = hooks.whet_check_config(config)
     assert problem.path == "loggers.2.folder"
+
+
+@pytest.mark.parametrize(
+    ("edges", "counts", "expected"),
+    [
+        ([-1.0, 0.0, 2.0], [1, 2, 0, 4], [[-2, -1, 1], [-1, 0, 2], [0, 2, 0], [2, 4, 4]]),
+        ([0.5], [3, 1], [[0.5, 0.5, 3], [0.5, 0.5, 1]]),
+    ],
+)
+def test_histograms_have_the_bins_of_their_grid(tmp_path: Path, edges: Any, counts: Any, expected: Any) -> None:
+    logger = TensorboardLogger(TensorboardConfig(), RunInfo(tmp_path, "it", CONFIG, 4))
+    rows = [{"step": 3, "name": "advantages", "edges": edges, "counts": counts}]
+    logger.event(whet.interfaces.logger.Event("histograms", 3, rows=rows))
+    logger.event(whet.interfaces.logger.Event("saved", 3))
+    logger.close(failed=False)
+    (found,) = read(tmp_path).Tensors("advantages")
+    assert (found.step, make_ndarray(found.tensor_proto).tolist()) == (3, expected)
+    assert read(tmp_path).PluginTagToContent("histograms") == {"advantages": b""}

@@ -3,9 +3,12 @@
 from torch import Tensor
 
 from whet.data.batch import Batch
-from whet.data.metrics import Metric, largest, mean, smallest
+from whet.data.metrics import Metric, histogram, largest, mean, smallest
 from whet_ops.kl import kl_estimate
 from whet_ops.losses import PolicyGradient
+
+GAPS = tuple(2.0**power for power in range(-20, 5))
+"""Grid of the histogram of logprob gaps, in nats: from what rounding makes to what no correction saves."""
 
 
 def ratio_metrics(found: PolicyGradient, seen: Tensor) -> dict[str, Metric]:
@@ -36,7 +39,8 @@ def token_mean(values: Tensor, seen: Tensor) -> Metric:
 
 
 def logprob_gaps(logprobs: Tensor, old: Tensor, batch: Batch, seen: Tensor) -> dict[str, Metric]:
-    """Return the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
+    """Return the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats: its
+    mean, its largest value, and the histogram `logprob_gap`.
 
     `old` are the trainer's logprobs, unless they are the sampler's own. Then the policy's present logprobs take their
     place, which have moved from the second minibatch on.
@@ -44,4 +48,8 @@ def logprob_gaps(logprobs: Tensor, old: Tensor, batch: Batch, seen: Tensor) -> d
     trainer = logprobs.detach() if batch.info.get("old_logprobs") == "sampler" else old
     gap = (trainer - batch["sampler_logprobs"]).abs()[seen]
     most = gap.max() if len(gap) else gap.new_zeros(())
-    return {"logprob_gap/mean": mean(gap.sum(), seen.sum()), "logprob_gap/max": largest(most)}
+    return {
+        "logprob_gap/mean": mean(gap.sum(), seen.sum()),
+        "logprob_gap/max": largest(most),
+        "logprob_gap": histogram(gap.detach(), GAPS),
+    }

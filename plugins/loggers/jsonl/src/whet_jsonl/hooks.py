@@ -11,7 +11,7 @@ from whet_jsonl.config import STANDARD_OUTPUT, JsonlConfig
 if TYPE_CHECKING:
     from whet.config.sections import Config
 
-RECORDS = ("metrics.jsonl", "spans.jsonl", "journal.jsonl")
+RECORDS = ("metrics.jsonl", "histograms.jsonl", "spans.jsonl", "journal.jsonl")
 """Files in the run folder that core writes."""
 
 

@@ -1,1 +1,1 @@
-"""Metrics and config of a run for TensorBoard."""
+"""Metrics, histograms and config of a run for TensorBoard."""

@@ -8,14 +8,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
+from tensorboard.plugins.histogram import metadata as shapes
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.text import metadata as texts
@@ -67,6 +69,21 @@ class EventFile:
 def scalars(metrics: Mapping[str, float]) -> Summary:
     """Return one summary with the numbers of a step."""
     return Summary(value=[Summary.Value(tag=name, simple_value=_float32(metrics[name])) for name in sorted(metrics)])
+
+
+def histograms(rows: Sequence[Mapping[str, Any]]) -> Summary:
+    """Return one summary with the histograms of a step, for rows as in `whet.interfaces.logger.Event`."""
+    return Summary(value=[_histogram(row["name"], row["edges"], row["counts"]) for row in rows])
+
+
+def _histogram(name: str, edges: Sequence[float], counts: Sequence[int]) -> Summary.Value:
+    """Return a histogram as [left, right, count] of each bin. The bins at both ends are as wide as their neighbours."""
+    first, last = edges[:2], edges[-2:]
+    bounds = [first[0] - (first[-1] - first[0]), *edges, last[-1] + (last[-1] - last[0])]
+    bins = [number for bin in zip(bounds[:-1], bounds[1:], counts, strict=True) for number in bin]
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(counts)), TensorShapeProto.Dim(size=3)])
+    tensor = TensorProto(dtype=DT_DOUBLE, double_val=bins, tensor_shape=shape)
+    return Summary.Value(tag=name, metadata=shapes.create_summary_metadata(name, ""), tensor=tensor)
 
 
 def text(name: str, markdown: str) -> Summary:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from whet.config.document import to_text
-from whet.interfaces.logger import RunInfo
+from whet.interfaces.logger import Event, RunInfo
 from whet_tensorboard.config import TensorboardConfig
-from whet_tensorboard.events import EventFile, scalars, session_end, session_start, text
+from whet_tensorboard.events import EventFile, histograms, scalars, session_end, session_start, text
 
 
 class TensorboardLogger:
@@ -24,6 +24,12 @@ class TensorboardLogger:
         """Write the metrics of a step, and flush the file."""
         if metrics:
             self._events.write(step, scalars(metrics))
+            self._events.flush()
+
+    def event(self, event: Event) -> None:
+        """Write the histograms of a step."""
+        if event.kind == "histograms":
+            self._events.write(event.step or 0, histograms(event.rows))
             self._events.flush()
 
     def status(self, text: str) -> None:

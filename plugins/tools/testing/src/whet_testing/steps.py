@@ -70,6 +70,10 @@ class WatchedSteps:
         """Record the metrics from before the first step."""
         self._watch.note("start", value=metrics)
 
+    def publish(self, name: str, event: Any) -> None:
+        """Record a table of a step."""
+        self._watch.note("table", value=event)
+
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """Record the call, the state and the metrics of a finished step."""
         self._watch.note("finish", batch, step.number)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from whet.component import Spec
 from whet.data.batch import Batch
-from whet.data.metrics import Metric, largest, mean, smallest
+from whet.data.metrics import Metric, histogram, largest, mean, smallest
 from whet_ops import correction
 from whet_ops.algorithms.config import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
 from whet_ops.kl import kl_estimate, log_ratio
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, Metric]
 OldLogprobs = Literal["current", "score", "sampler"]
+ADVANTAGES = tuple(step / 4 for step in range(-16, 17))
+"""Grid of the histogram of advantages, from -4 to 4."""
 _KL_WEIGHT = "kl_reward.weight"
 """The key of an adaptive weight in the state that is carried from step to step."""
 
@@ -203,7 +205,9 @@ def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None 
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
-    """Return advantages/mean, /std, /min and /max over trained tokens, and /zero, the share of advantages of 0."""
+    """Return advantages/mean, /std, /min and /max over trained tokens, /zero, the share of advantages of 0, and the
+    histogram `advantages`.
+    """
     mask = np.asarray(batch["loss_mask"])
     values = np.asarray(of_tokens(batch, "advantages"), np.float64)[mask]
     if not len(values):
@@ -214,6 +218,7 @@ def advantage_metrics(batch: Batch) -> Metrics:
         "advantages/min": smallest(float(values.min())),
         "advantages/max": largest(float(values.max())),
         "advantages/zero": mean(int((values == 0).sum()), len(values)),
+        "advantages": histogram(values, ADVANTAGES),
     }
 
 

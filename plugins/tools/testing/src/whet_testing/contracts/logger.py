@@ -11,12 +11,13 @@
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from whet.interfaces.logger import Logger, RunInfo
+from whet.interfaces.logger import Event, Logger, RunInfo
 from whet_testing.deadline import deadline
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -109,6 +110,33 @@ class LoggerContract:
         rows = self.read(run.folder)
         assert rows is None or [number for number, _ in rows] == [0, 1, 2, 3, 4]
 
+    def test_events_do_no_harm_whatever_they_hold(
+        self, run: RunInfo, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        logger = self.make(run)
+        see: Callable[[Event], None] | None = getattr(logger, "event", None)
+        if see is None:
+            logger.close(failed=False)
+            pytest.skip("this logger wants no events")
+        hostile = [event for name in HOSTILE_NAMES for event in _events(name)]
+        logger.log(1, _numbers(1))
+        for event in [*hostile, *_events("fine")]:
+            see(event)
+        logger.log(2, _numbers(2))
+        for event in reversed(_events("in another order, and of an earlier step")):
+            see(event)
+        logger.rewind(1)
+        for event in _events("after a rewind"):
+            see(event)
+        logger.log(2, _numbers(2))
+        logger.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [step for step, _ in rows] == [1, 2]
+        assert repr(hostile) == repr([event for name in HOSTILE_NAMES for event in _events(name)]), "an event changed"
+        assert "\x1b[2J" not in "".join(capfd.readouterr()), "model output reached the terminal unescaped"
+        outside = [path for path in tmp_path.rglob("*") if path.is_file() and run.folder not in path.parents]
+        assert not outside, f"files were written outside of the run folder: {outside}"
+
     def test_numbers_that_are_not_finite_do_no_harm(self, run: RunInfo) -> None:
         logger = self.make(run)
         for step, number in enumerate([math.nan, math.inf, -math.inf, 1e308, -0.0, 5e-324], start=1):
@@ -154,6 +182,30 @@ class LoggerContract:
             for step in range(1, 101):
                 logger.log(step, {f"part/metric-{i}": i / step for i in range(100)})
             logger.close(failed=False)
+
+
+def _events(text: str) -> list[Event]:
+    """Return events as a run sends them, with model output that may be anything; the last kind is made up."""
+    message = {"role": "assistant", "content": text}
+    episode = {
+        "group": 0, "environment": "sums", "task": 3, "id": "", "sample": 0, "reward": 0.5, "rewards": {text: 0.5},
+        "turns": 1, "response_length": 4, "stop": "stop", "versions": [0, 0], "advantage": None, "messages": [message],
+    }  # fmt: skip
+    histogram = {"step": 1, "name": text, "edges": [-1.0, 0.0, 1.0], "counts": [0, 2, 0, 1]}
+    figures = {"reward": {"value": 0.5, "ci_low": None, "ci_high": None, "standard_error": None, "tasks": 1}}
+    return [
+        Event("opened", 0, details={"after_step": 0, "steps": 4, "process": 1}),
+        Event("evaluation", 1, "sums", {"split": "test", "figures": figures, "missing": {}}, [episode]),
+        Event("histograms", 1, rows=[histogram]),
+        Event("table", 1, "worst", rows=[{"task": 3, "text": text}, {"task": 4, "score": math.nan}, {}]),
+        Event("table", 1, "nothing"),
+        Event("rollouts", 1, rows=[episode, {**episode, "sample": 1}]),
+        Event("saved", 1, details={"step": 1}),
+        Event("group dropped", details={"group": 7, "environment": "sums", "task": 3, "cause": text}),
+        Event("replica restarted", details={"role": "generator", "rank": 0, "cause": text, "left": 2}),
+        Event("rewound", 1, details={"after_step": 1}),
+        Event("made up", details={"why": text}),
+    ]
 
 
 def _numbers(step: int) -> dict[str, float]:
