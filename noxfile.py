@@ -6,7 +6,8 @@ import nox
 
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "engines(vllm)"]
-PLUGINS = sorted(str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml"))
+TRACKERS = ("plugins/loggers/trackio", "plugins/loggers/wandb")  # their trackers are large, and pin what others need
+PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS})
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several test processes share the cores, and threads that wait for one spin
 
@@ -16,6 +17,7 @@ def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRA
     session.install(*tested, "torch", "hatchling", "editables")
     editable = [word for path in ["core[testing]", *PLUGINS] for word in ("-e", path)]
     session.install(*tested, "--no-build-isolation", *editable, *extra)
+    session.install("--no-build-isolation", "--no-deps", *(word for path in TRACKERS for word in ("-e", path)))
 
 
 def demo(session: nox.Session, name: str, folder: str) -> str:
@@ -58,7 +60,7 @@ def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
         session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
-        "import-linter", "types-PyYAML", "-r", "docs/requirements.txt",
+        "import-linter", "types-PyYAML", "wandb", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

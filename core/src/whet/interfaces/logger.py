@@ -27,7 +27,7 @@ class RunInfo:
 class Event:
     """Something that happened in a run. The run folder keeps all of it. Kinds to come are to be ignored.
 
-    rollouts      rows: the first 64 episodes of a step, see `rollouts/`; sent after its `log`, before the next step's
+    rollouts      rows: the first 64 episodes of a step, see `rollouts/`; alone sent after the `log` of their step
     evaluation    name: environment; details: its numbers; rows: its episodes
     histograms    rows: name, edges [K], counts [K + 1]: below the first edge, between two edges, from the last edge up
     table         name and rows that an algorithm logged with `step.table`

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -85,8 +86,7 @@ class Observers:
     def _tell(self, method: str, *args: Any) -> None:
         # Events may happen on any thread, and while a logger is called.
         while self._events and threading.get_ident() == self._thread:
-            event = self._events.popleft()
-            self._each(lambda name, logger: logger.event(event) if hasattr(logger, "event") else None)
+            self._each(partial(_send, self._events.popleft()))
         self._each(lambda name, logger: getattr(logger, method)(*args))
 
     def _each(self, call: Callable[[str, Logger], object]) -> None:
@@ -101,3 +101,8 @@ class Observers:
 
     def _note(self, who: str, error: BaseException) -> None:
         self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])
+
+
+def _send(event: Event, name: str, logger: Any) -> None:
+    if hasattr(logger, "event"):
+        logger.event(event)

@@ -180,9 +180,9 @@ class Steps:
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
         self._run.append("spans.jsonl", rows)
         self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
-        self._sinks.log(number, numbers)
         if histograms := [{"step": number, **row} for row in merging.histogram_rows(metrics)]:
             self._run.publish("histograms.jsonl", Event("histograms", number, rows=histograms))
+        self._sinks.log(number, numbers)
 
     def _save(self) -> None:
         with self._while("saving"), self._spans.phase("run", "save"):

@@ -1,0 +1,38 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from whet.interfaces.logger import RunInfo
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.logger import LoggerContract, Rows
+from whet_trackio.config import TrackioConfig
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_trackio.hooks"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["TRACKIO_DIR"] = str(tmp_path_factory.mktemp("trackio"))  # read when trackio is imported
+    pytest.importorskip("trackio", "0.43", reason="trackio >= 0.43 is not installed: it brings a web server")
+
+
+@pytest.mark.usefixtures("database")
+class TestTrackio(LoggerContract):
+    def make(self, run: RunInfo) -> object:
+        from whet_trackio.logger import TrackioLogger
+
+        self.logger = TrackioLogger(TrackioConfig(rollouts_every=1), run)
+        return self.logger
+
+    def read(self, folder: Path) -> Rows | None:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        from whet_trackio.logger import _name
+
+        if not self.logger.closed:
+            return None  # Trackio's thread writes twice a second; a resume sends what is missing
+        rows = SQLiteStorage.get_logs("whet", _name(folder, "it")[0])
+        return sorted({row["step"]: row for row in rows if "attempt" in row}.items())  # the last row of a step counts

@@ -1,0 +1,1 @@
+"""A run of whet as a run of Weights & Biases, online or offline."""

@@ -1,0 +1,69 @@
+"""The logger: one run of W&B for one run of whet, however often the run is killed and resumed."""
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from whet.interfaces.logger import RunInfo
+from whet.run.run_folder import RunFolder
+from whet_tracking.logger import STEP, TrackingLogger
+from whet_wandb import offline
+from whet_wandb.config import WandbConfig
+
+FILE = "wandb.json"
+"""File of the run folder with the id of the run at W&B."""
+
+
+class WandbLogger(TrackingLogger):
+    """Sends a run to W&B, as far as W&B does not have it yet."""
+
+    def __init__(self, config: WandbConfig, run: RunInfo) -> None:
+        super().__init__(config, run)
+        # W&B copies tables here until they are sent. Its own default is in the home folder.
+        os.environ.setdefault("WANDB_DATA_DIR", str(run.folder / "wandb"))
+        run_id, known = _run_id(run.folder)
+        last, step = offline.last_row(run.folder, run_id) if known and config.mode == "offline" else (-1, -1)
+        self._run = wandb.init(
+            project=config.project, entity=config.entity or None, name=config.name or run.name, id=run_id,
+            group=config.group or None, tags=config.tags or None, config=dict(run.config), dir=run.folder,
+            mode=config.mode, resume="allow" if config.mode == "online" else None, reinit="create_new",
+            settings=wandb.Settings(console="off", silent=config.mode == "offline", disable_git=True),
+        )  # fmt: skip
+        if config.mode == "online":
+            last = self._run.starting_step - 1
+            step = int(self._run.summary.get(STEP, -1)) if last >= 0 else -1
+        self._next: int | None = last + 1  # of the first row; W&B counts on from there
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        self.catch_up(step)
+
+    def send(self, step: int, values: Mapping[str, Any], whole: bool) -> None:
+        """Add values to the present row of W&B; complete the row with the metrics of a step."""
+        self._run.log(dict(values), step=self._next, commit=whole)
+        self._next = None
+
+    def table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        """Return a table of W&B."""
+        return wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+
+    def histogram(self, counts: list[int], bounds: list[float]) -> Any:
+        """Return a histogram of W&B."""
+        return wandb.Histogram(np_histogram=(counts, bounds))
+
+    def finish(self, failed: bool) -> None:
+        """End the run; W&B marks it as finished or failed."""
+        self._run.finish(exit_code=int(failed))
+
+
+def _run_id(folder: Path) -> tuple[str, bool]:
+    """Return the id that the run folder keeps, or a new one, and whether the folder had it."""
+    files = RunFolder(folder)
+    kept = files.read_json(FILE)
+    if kept is None:
+        files.write_json(FILE, {"id": (new := secrets.token_hex(4))})
+        return new, False
+    return str(kept["id"]), True
