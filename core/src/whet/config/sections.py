@@ -110,8 +110,7 @@ class RunSection:
     keep: int = field(default=2, validator=between(0, GROUP))
     """Number of checkpoints to keep, the newest; 0 keeps all."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """`auto` continues the folder's run if there is one. `never` refuses a folder that holds a run. `must` refuses a
-    folder that holds none."""
+    """`auto` continues the folder's run, if any. `never` refuses a folder with a run, `must` a folder without one."""
     allow_changed: list[str] = attrs.Factory(list)
     """Config paths that may differ from those of the resumed run, e.g. `backend.optimizer.lr`."""
     export: bool = True
@@ -396,6 +395,6 @@ class Config:
     loggers: list[Selection] = field(factory=list, metadata={"kind": "loggers"}, kw_only=True)
     """Further receivers of the metrics, beside the run folder."""
     hooks: list[Selection] = field(factory=list, metadata={"kind": "hooks"}, kw_only=True)
-    """Hooks with settings, e.g. a profiler. Hooks without settings need no entry: their plugin must be installed."""
+    """Hooks with settings, e.g. a profiler. Hooks without settings need no entry."""
     plugins: list[str] = attrs.Factory(list)
     """Single Python files that are loaded as plugins, relative to the config file."""

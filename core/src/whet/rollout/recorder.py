@@ -8,7 +8,7 @@ Recording draws no random number and changes nothing, so a run's numbers are the
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from whet.rollout.collate import record
 
 if TYPE_CHECKING:
     from whet.config.sections import RecordSection
+    from whet.interfaces.backend import Backend
 
 ADVANTAGES = "advantages"
 """Column of a batch, per sequence or per token."""
@@ -143,6 +144,17 @@ class Recorder:
             "sampler_logprobs": plain(trajectory.logprobs),
             **({} if trainer is None else {"trainer_logprobs": plain(trainer)}),
         }
+
+
+def make_recorder(
+    section: "RecordSection", outputs: Collection[str], backend: "Backend", pieces: Callable[[IntArray], list[str]]
+) -> Recorder:
+    """Return a recorder, with the logprobs of a backend that can compute them."""
+
+    def score(batch: Batch) -> FloatArray:
+        return np.asarray(backend.score(batch, ("logprobs",))["logprobs"])
+
+    return Recorder(section, score if "logprobs" in outputs else None, pieces)
 
 
 def _advantages(groups: Sequence[Group], finished: Batch) -> list[float | None]:

@@ -32,10 +32,10 @@ from whet.data.records import Group, Sampling
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
-from whet.interfaces.environment import Adaptive
 from whet.interfaces.state import load_states, states
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.collate import collate, rollout_metrics
+from whet.rollout.curricula import Curricula
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.fail_fast import BrokenEnvironment
@@ -107,6 +107,7 @@ class RolloutStream:
         )
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on, state is read and written on the loop's thread only.
+        self._curricula = Curricula(self._routes, self._fail)
         self._admitted = [0] * len(self._routes)  # per environment, over the whole run
         self._slots: list[Slot] = []  # admitted and not consumed, in order
         self._beyond: dict[int, int] = {}  # index -> route of consumed groups behind one that is not
@@ -225,27 +226,12 @@ class RolloutStream:
         gone = {slot.index: slot.route for slot in (*chosen, *ended)}
         self._slots = [slot for slot in self._slots if slot.index not in gone]
         self._beyond |= gone
-        self._show(sorted((*chosen, *ended), key=lambda slot: slot.index))
+        self._curricula.observe(sorted((*chosen, *ended), key=lambda slot: slot.index))
         return Consumed(
             trained=tuple(slot.group for slot in chosen if slot.group is not None),
             filtered=tuple(slot.index for slot in ended if slot.outcome == "filtered"),
             dropped=tuple(slot.index for slot in ended if slot.outcome == "dropped"),
         )
-
-    def _show(self, ended: Sequence[Slot]) -> None:
-        """Show each curriculum the groups of its environment that were consumed."""
-        for route, one in enumerate(self._routes):
-            if isinstance(one.environment, Adaptive):
-                with self._following(one.name):
-                    one.environment.observe([slot.group for slot in ended if slot.route == route and slot.group])
-
-    @contextmanager
-    def _following(self, environment: str) -> Iterator[None]:
-        """End the stream if the body, which asks an environment's curriculum, raises."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(WhetError(f"the curriculum of environment {environment!r} failed: {in_words(error)}"), error)
 
     def _admit(self) -> None:
         """Admit as many groups as the rules allow."""
@@ -264,12 +250,8 @@ class RolloutStream:
         route = self._next_route()
         name, tasks = self._routes[route].name, self._tasks[route]
         task = shuffled(self._seed, f"tasks of {name}", position[route], len(tasks))
-        due, environment = self._pacing.due(self._takes, self._taking), self._routes[route].environment
-        slot = Slot(index, route, task, due, step=self._version)
-        if isinstance(environment, Adaptive):
-            with self._following(name):
-                slot.difficulty = float(environment.difficulty())
-        return slot
+        due = self._pacing.due(self._takes, self._taking)
+        return Slot(index, route, task, due, step=self._version, difficulty=self._curricula.difficulty(route))
 
     def _next_route(self) -> int:
         route = choose(self._weights, self._admitted)
@@ -279,8 +261,7 @@ class RolloutStream:
     async def _play(self, slot: Slot) -> None:
         try:
             route, task = self._routes[slot.route], self._tasks[slot.route][slot.task]
-            if slot.difficulty is not None and isinstance(route.environment, Adaptive):
-                task = route.environment.adapted(task, slot.difficulty)
+            task = self._curricula.adapted(slot, task)
             assignment = Assignment(route, task, slot.task, slot.index, slot.step, slot.difficulty, tally=slot.tally)
             self._settle(slot, await self._player.group(assignment, self._group_size, self._greedy))
         except (WorkerError, BrokenEnvironment) as error:

@@ -7,7 +7,7 @@ build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weigh
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from whet.component import AdvantagesFacts, Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
-from whet.data.records import Sampling
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import Event, RunInfo
@@ -30,6 +29,7 @@ from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.registry import validate
 from whet.run import checkpoint
 from whet.run.colocation import Turns
+from whet.run.evaluator import make_evaluator
 from whet.run.handles import Around, BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
 from whet.run.inputs import Inputs, read_inputs
 from whet.run.interrupts import Interrupts
@@ -45,7 +45,6 @@ from whet.run.weight_sync import WeightSync, make_probe, make_weight_sync
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from whet.config.sections import RecordSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import WorkerGroup
     from whet.rollout.event_loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
-    from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
     from whet.run.steps import Sinks
 
@@ -130,6 +128,7 @@ def begin(prepared: Prepared, attempt: Attempt) -> Begun:
 
 def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflineParts | OnlineParts:
     """Build all parts of a run. Its models have the weights of its last checkpoint, the generator among them."""
+    from whet.rollout.recorder import make_recorder
     from whet.run.steps import Steps
 
     config, run, roles, folder, inputs = prepared.config, begun.run, prepared.roles, attempt.folder, begun.inputs
@@ -175,7 +174,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         )
         evaluate = _evaluation(evaluator, attempt, models.turns, stream, run.total)
     recording = models.within_turn(timed(attempt.spans, names={"score": "record"}))
-    recorder = _recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat)
+    recorder = make_recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat.pieces)
     served, per_step = ExitStack(), roles.algorithm.records_per_step
     sinks = _sinks(
         attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close, components
@@ -303,25 +302,6 @@ def _stream(
     return stream
 
 
-def make_evaluator(
-    prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "ChatTokenizer",
-    status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
-) -> "Callable[[], EvaluationResult]":  # fmt: skip
-    """Return a function that plays all tasks of these environments, always the same ones, and returns the result."""
-    from whet.evaluation.evaluate import evaluate
-
-    section, rollout = prepared.config.evaluation, prepared.config.rollout
-    sampling = Sampling(
-        max_tokens=section.max_tokens or rollout.max_tokens, temperature=section.temperature, top_p=section.top_p,
-        top_k=section.top_k, stop=tuple(rollout.stop),
-    )  # fmt: skip
-    return partial(
-        evaluate, routes, generator, chat, sampling, prepared.config.run.seed, max_context=prepared.plan.max_context,
-        retries=rollout.retries, infrastructure_retries=rollout.infrastructure_retries,
-        deadline_seconds=prepared.config.cluster.deadlines.episode, status=status, loop=loop, endpoints=endpoints,
-    )  # fmt: skip
-
-
 def _evaluation(
     play: "Callable[[], EvaluationResult]", attempt: Attempt, turns: Turns, stream: "RolloutStream | None", total: int
 ) -> Callable[[int], Metrics]:
@@ -343,18 +323,6 @@ def _evaluation(
         return result.metrics
 
     return evaluate
-
-
-def _recorder(
-    section: "RecordSection", outputs: Collection[str], backend: BackendHandle, chat: "ChatTokenizer"
-) -> "Recorder":
-    """Return the recorder of sequences, token by token, with the trainer's logprobs if it can compute them."""
-    from whet.rollout.recorder import Recorder
-
-    def score(batch: "Batch") -> Any:
-        return backend.score(batch, ("logprobs",))["logprobs"]
-
-    return Recorder(section, score if "logprobs" in outputs else None, chat.pieces)
 
 
 def _sinks(

@@ -21,7 +21,8 @@ from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
-from whet.run.builder import Attempt, make_evaluator, start
+from whet.run.builder import Attempt, start
+from whet.run.evaluator import make_evaluator
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers

@@ -1,0 +1,42 @@
+"""The curricula of the environments of a stream; see `whet.interfaces.environment.Adaptive`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from whet.data.records import Task
+from whet.errors import WhetError, in_words
+from whet.interfaces.environment import Adaptive
+from whet.rollout.routing import Route
+from whet.rollout.staleness import Slot
+
+
+class Curricula:
+    """Asks and informs the environments that have a curriculum. An exception of theirs ends the stream by `fail`."""
+
+    def __init__(self, routes: Sequence[Route], fail: Callable[[BaseException, BaseException], None]) -> None:
+        self._routes, self._fail = routes, fail
+        self._adaptive = {i: e for i, route in enumerate(routes) if isinstance(e := route.environment, Adaptive)}
+
+    def difficulty(self, route: int) -> float | None:
+        """Return the difficulty of the next group of an environment. None: it has no curriculum."""
+        with self._asking(route):
+            return float(self._adaptive[route].difficulty()) if route in self._adaptive else None
+        return None
+
+    def adapted(self, slot: Slot, task: Task) -> Task:
+        """Return the task of a group at its difficulty."""
+        return task if slot.difficulty is None else self._adaptive[slot.route].adapted(task, slot.difficulty)
+
+    def observe(self, ended: Sequence[Slot]) -> None:
+        """Show each curriculum the groups of its environment that were consumed."""
+        for route, environment in self._adaptive.items():
+            with self._asking(route):
+                environment.observe([slot.group for slot in ended if slot.route == route and slot.group])
+
+    @contextmanager
+    def _asking(self, route: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            name = self._routes[route].name
+            self._fail(WhetError(f"the curriculum of environment {name!r} failed: {in_words(error)}"), error)
