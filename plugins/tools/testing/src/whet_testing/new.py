@@ -20,6 +20,7 @@ _TORCH = '"torch>=2.8"'
 _OPENAI = '"whet-endpoint>=0.1,<0.2", "openai>=1.50"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'"whet-weights[torch]>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
+_STEPS = f'"whet-ops>=0.1,<0.2", {_TRANSFORMERS}, "safetensors>=0.5"'
 _REPLICAS = f'"whet-generation>=0.1,<0.2", {_TRANSFORMERS}'
 
 
@@ -45,7 +46,7 @@ STARTS: dict[str, _Start] = {
     "agent": _Start(
         "environments", "An environment for a foreign agent", "a program that calls OpenAI's API plays", _OPENAI, "env-"
     ),
-    "backend": _Start("backends", "A backend", "plain PyTorch in one process", f'{_TRANSFORMERS}, "safetensors>=0.5"'),
+    "backend": _Start("backends", "A backend", "plain PyTorch in one process", _STEPS),
     "generator": _Start("generators", "A generator", "transformers models, a request at a time", _REPLICAS),
     "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _TORCH),
     "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _OPS),
