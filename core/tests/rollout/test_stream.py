@@ -55,7 +55,7 @@ def environment(tasks: int = 50) -> SingleTurn:
 
 @contextmanager
 def stream(generator: Any = None, routes: Any = None, **changes: Any) -> Iterator[RolloutStream]:
-    names = {"group_size", "seed", "filters", "deadline_seconds", "status", "loop", "greedy"}
+    names = {"group_size", "seed", "filters", "deadline_seconds", "status", "loop", "greedy", "journal"}
     options = {name: changes.pop(name) for name in names & set(changes)}
     section = RolloutSection(**{"max_tokens": 8, "retries": 0, **changes})
     routes = routes or [Route("letters", environment(), "train")]
@@ -115,7 +115,9 @@ def test_every_group_ends_once_and_no_sequence_is_too_old(
     letters = made_of({"train": [Task(f"q{i}", {"i": i}) for i in range(50)]}, {"correct": correct})
     trained, filtered_out, dropped = list[int](), list[int](), list[int]()
     generator = Jittery(jitter)
+    told = list[dict[str, Any]]()
     options: dict[str, Any] = {"max_staleness": staleness, "order": order, "filters": [keep]}
+    options["journal"] = lambda event, **details: told.append({"event": event, **details})
     with stream(generator, [Route("letters", letters, "train")], **options) as made:
         for step in range(1, 9):
             batch, consumed, metrics = made.take(size), made.collect(), made.metrics()
@@ -141,6 +143,8 @@ def test_every_group_ends_once_and_no_sequence_is_too_old(
         asked = set(generator.groups)
     assert asked == set(range(max(asked) + 1))
     assert {index % 5 for index in dropped} <= ({2} if unlucky else set())
+    assert set(dropped) <= {row["group"] for row in told}
+    assert all((row["event"], row["environment"]) == ("group dropped", "letters") and row["cause"] for row in told)
     assert {index % 3 for index in filtered_out} <= ({1} if filtered else set())
     assert not any((filtered and i % 3 == 1) or (unlucky and i % 5 == 2) for i in trained)
     kept = [i for i in asked - set(trained) if not (filtered and i % 3 == 1) and not (unlucky and i % 5 == 2)]

@@ -94,18 +94,17 @@ def _run_attempts(open_run: "_OpenRun") -> Outcome:
     while True:
         try:
             with open_run.attempt() as parts:
-                return _run_attempt(parts, open_run.interrupts)
+                return _run_attempt(parts, open_run.folder, open_run.interrupts)
         except WorkerLost as error:
             if not open_run.grants_another(error):
                 raise open_run.last_error(error) from error.__cause__
 
 
-def _run_attempt(parts: Parts, interrupts: Interrupts) -> Outcome:
+def _run_attempt(parts: Parts, folder: RunFolder, interrupts: Interrupts) -> Outcome:
     """Run what is left of a run, until its end or a signal."""
     from whet.run.steps import Interrupted
 
     config, steps = parts.config, parts.steps
-    folder = Path(config.run.folder)
     if steps.done < steps.total:
         if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
             steps.log_start(parts.evaluate(0))
@@ -117,8 +116,8 @@ def _run_attempt(parts: Parts, interrupts: Interrupts) -> Outcome:
     if finished and config.run.export:
         pressed = steps.stopped_by == signal.SIGINT or interrupts.abandon
         interrupts.moment, interrupts.pressed = "export", pressed
-        _export(parts.backend, RunFolder(folder), steps.done)
-    return Outcome(folder, steps.done, finished, steps.stopped_by)
+        _export(parts.backend, folder, steps.done)
+    return Outcome(folder.path, steps.done, finished, steps.stopped_by)
 
 
 def _export(backend: "Backend", folder: RunFolder, step: int) -> None:

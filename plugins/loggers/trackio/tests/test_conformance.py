@@ -1,4 +1,5 @@
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.logger import LoggerContract, Rows
 from whet_trackio.config import TrackioConfig
 
+pytestmark = [
+    pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed: it brings a web server"),
+    pytest.mark.usefixtures("database"),
+]
+
 
 class TestPlugin(ComponentContract):
     hooks = "whet_trackio.hooks"
@@ -16,10 +22,8 @@ class TestPlugin(ComponentContract):
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TRACKIO_DIR"] = str(tmp_path_factory.mktemp("trackio"))  # read when trackio is imported
-    pytest.importorskip("trackio", "0.43", reason="trackio >= 0.43 is not installed: it brings a web server")
 
 
-@pytest.mark.usefixtures("database")
 class TestTrackio(LoggerContract):
     def make(self, run: RunInfo) -> object:
         from whet_trackio.logger import TrackioLogger
