@@ -44,10 +44,10 @@ from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.plan.prepare import prepare
-from whet.plan.sources import explain, settings
 from whet_data.demonstrations import encode
 from whet_data.offline import OfflineData
 from whet_data.preferences import encode_pair
+from whet_start.sources import explain, settings
 
 
 @define

@@ -7,7 +7,6 @@ import click
 
 from whet.cli.check import check
 from whet.cli.commands import Commands
-from whet.cli.config import config
 from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.plugins import plugins
@@ -21,7 +20,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, evaluate, export, plugins, schema):
+for _command in (run, check, evaluate, export, plugins, schema):
     group.add_command(_command)
 
 

@@ -1,1 +1,1 @@
-"""What a first run starts from: the recipes that plugins ship, and small random models."""
+"""What a first run starts from: the recipes that plugins ship, what their keys mean, and small models."""

@@ -11,7 +11,7 @@ from whet.cli.command import Command, warn_of_broken
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from whet.plan.sources import Setting
+    from whet_start.sources import Setting
 
 
 @click.group()
@@ -31,8 +31,8 @@ def explain(config: str, words: tuple[str, ...], as_json: bool) -> None:
     import attrs
 
     from whet.plan.load import load_config
-    from whet.plan.sources import explain as explained
-    from whet.plan.sources import settings
+    from whet_start.sources import explain as explained
+    from whet_start.sources import settings
 
     keys, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if len(keys) > 1:

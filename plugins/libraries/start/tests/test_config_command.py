@@ -11,7 +11,7 @@ def test_a_key_is_explained(command: Any, config: Path) -> None:
     config.write_text(config.read_text() + "rollout:\n  max_tokens: 8\n")
     line = len(config.read_text().splitlines())
     done = command("config", "explain", "it.yaml", "rollout.max_tokens")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [
         "rollout.max_tokens = 8",
         "    Longest completion of one turn, in tokens.",
@@ -29,7 +29,7 @@ def test_a_key_is_explained(command: Any, config: Path) -> None:
 
 def test_without_a_key_every_value_has_its_source(command: Any, config: Path) -> None:
     done = command("config", "explain", "it.yaml", "run.seed=3")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert ["run.seed", "3", "the override 'run.seed=3'"] in rows
     assert ["run.keep", "2", "default"] in rows
@@ -54,13 +54,13 @@ def test_what_is_printed_is_read_as_it_was_meant(command: Any, config: Path) -> 
 
 def test_an_item_of_a_list_is_meant_by_its_name_too(command: Any, config: Path) -> None:
     done = command("config", "explain", "it.yaml", "loggers.screen.use")
-    assert done.stdout.splitlines()[0] == "loggers.0.use = screen", done.stderr
+    assert done.stdout.splitlines()[0] == "loggers.0.use = screen", done.output
 
 
 def test_problems_and_unknown_keys_are_errors(command: Any, config: Path) -> None:
     for words in (["run.sed"], ["run.seed", "run.stesp=3"]):
         done = command("config", "explain", "it.yaml", *words)
-        assert done.returncode == 1
-        assert "(did you mean 'run.seed'?)" in done.stderr or "(did you mean 'steps'?)" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert command("config", "explain", "it.yaml", "run.seed", "run.keep").returncode == 2
+        assert done.exit_code == 1
+        assert "(did you mean 'run.seed'?)" in done.output or "(did you mean 'steps'?)" in done.output
+        assert "Traceback" not in done.output
+    assert command("config", "explain", "it.yaml", "run.seed", "run.keep").exit_code == 2

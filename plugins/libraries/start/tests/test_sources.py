@@ -1,5 +1,6 @@
 """Every value of a loaded config knows where it comes from."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 from whet.config.structure import unstructure
 from whet.errors import ConfigError
 from whet.plan.load import load_config
-from whet.plan.sources import Setting, explain, settings
 from whet.plugins.registry import Registry
+from whet_start.sources import Setting, explain, settings
 
 BASE = """\
 run: {folder: runs/x, steps: 200, seed: 3}
@@ -159,3 +160,9 @@ def test_an_unknown_key_gives_the_nearest(one: Explain, key: str, message: str) 
     with pytest.raises(ConfigError) as caught:
         one(key)
     assert message in str(caught.value)
+
+
+def test_the_path_that_it_had_in_core_leads_here_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"whet\.plan\.sources has moved to whet_start\.sources"):
+        old = importlib.import_module("whet.plan.sources")
+    assert old.explain is explain
