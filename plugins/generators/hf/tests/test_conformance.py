@@ -2,9 +2,12 @@
 
 import pytest
 
+from whet.component import GeneratorFacts
 from whet.interfaces.workers import RoleContext
 from whet_hf.config import HfConfig
+from whet_hf.facts import facts
 from whet_hf.generator import HfGenerator
+from whet_testing.contracts.component import MODEL
 from whet_testing.contracts.generator import ModelGeneratorContract
 
 
@@ -14,6 +17,9 @@ class TestInThisProcess(ModelGeneratorContract):
 
     def make(self, context: RoleContext) -> HfGenerator:
         return HfGenerator(HfConfig(), context)
+
+    def facts(self) -> GeneratorFacts:
+        return facts(HfConfig(), MODEL)
 
 
 class TestWithTheModelsOwnCode(ModelGeneratorContract):
