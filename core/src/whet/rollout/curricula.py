@@ -19,9 +19,11 @@ class Curricula:
 
     def difficulty(self, route: int) -> float | None:
         """Return the difficulty of the next group of an environment. None: it has no curriculum."""
-        with self._asking(route):
-            return float(self._adaptive[route].difficulty()) if route in self._adaptive else None
-        return None
+        found = None
+        if route in self._adaptive:
+            with self._asking(route):
+                found = float(self._adaptive[route].difficulty())
+        return found
 
     def adapted(self, slot: Slot, task: Task) -> Task:
         """Return the task of a group at its difficulty."""

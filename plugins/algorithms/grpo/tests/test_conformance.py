@@ -7,7 +7,16 @@ import pytest
 
 from whet.interfaces.loss import Loss
 from whet_grpo import losses
-from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
+from whet_grpo.advantages import (
+    Gdpo,
+    GroupMean,
+    Opo,
+    ReinforcePlusPlus,
+    Remax,
+    Rloo,
+    RoleBaseline,
+    TurnReturns,
+)
 from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
@@ -21,7 +30,9 @@ from whet_grpo.config import (
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
+    RoleBaselineConfig,
     SapoConfig,
+    TurnReturnsConfig,
     UnequalRewardsConfig,
 )
 from whet_grpo.filters import UnequalRewards
@@ -201,6 +212,23 @@ class TestRemax(AdvantagesContract):
     def make(self) -> Any:
         estimate = Remax(RemaxConfig())
         return lambda batch: estimate(batch.with_columns(greedy_reward=np.full(batch.sequences, 0.25, np.float32)))
+
+
+class TestTurnReturns(AdvantagesContract):
+    def make(self) -> TurnReturns:
+        return TurnReturns(TurnReturnsConfig(gamma=0.9))
+
+
+class TestScaledTurnReturns(AdvantagesContract):
+    def make(self) -> TurnReturns:
+        return TurnReturns(TurnReturnsConfig(baseline="group-mean", scale="group", singleton="reward"))
+
+
+class TestRoleBaseline(AdvantagesContract):
+    moving = True
+
+    def make(self) -> RoleBaseline:
+        return RoleBaseline(RoleBaselineConfig(gamma=0.9))
 
 
 class TestReinforcePlusPlus(AdvantagesContract):

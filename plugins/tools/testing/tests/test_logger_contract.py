@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from whet.interfaces.logger import RunInfo
+from whet.interfaces.logger import Event, RunInfo
 from whet_testing.contracts.logger import LoggerContract, Rows
 from whet_testing.fakes import MemoryLogger
 
@@ -124,6 +124,39 @@ def test_the_contract_catches(kind: type[FileLogger], rule: str, tmp_path: Path)
     more = {"step": 2} if kind is NeverRewinds else {}
     with pytest.raises((AssertionError, ValueError, IndexError, OverflowError)):
         getattr(contract, rule)(run_in(tmp_path), **more)
+
+
+class KnowsAllKinds(FileLogger):
+    def event(self, event: Event) -> None:
+        {"rollouts": len, "evaluation": len, "histograms": len, "table": len, "saved": len}[event.kind](event.rows)
+
+
+class ChangesEvents(FileLogger):
+    def event(self, event: Event) -> None:
+        for row in event.rows:
+            row.pop("messages", None)  # type: ignore[attr-defined]
+
+
+class WritesTablesByText(FileLogger):
+    def event(self, event: Event) -> None:
+        for row in event.rows if event.kind == "rollouts" else ():
+            (self._file.parent / row["messages"][0]["content"]).write_text("")
+
+
+class LogsTwice(FileLogger):
+    def event(self, event: Event) -> None:
+        if event.kind == "saved":
+            self.log(event.step or 0, {})
+
+
+@pytest.mark.parametrize("kind", [KnowsAllKinds, ChangesEvents, WritesTablesByText, LogsTwice])
+def test_the_contract_catches_harm_at_events(
+    kind: type[FileLogger], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    contract = Files()
+    contract.make = kind  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, KeyError, OSError, ValueError)):
+        contract.test_events_do_no_harm_whatever_they_hold(run_in(tmp_path), tmp_path, capfd)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(FileForEachName, "../../outside"), (Prints, "\x1b[2J\x1b]0;title\x07")])

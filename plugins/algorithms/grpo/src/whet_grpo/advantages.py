@@ -243,7 +243,8 @@ class TurnReturns:
         G_k = R_k + gamma * G_(k+1)
         A_k = G_k - mean of G_k over the group's other sequences that have a turn k
 
-    All tokens of a turn have the advantage of the turn. Leave-one-out as in RLOO (Ahmadian et al. 2024,
+    All tokens of a turn have the advantage of the turn. The sequences of a member share the mean of their returns.
+    Leave-one-out as in RLOO (Ahmadian et al. 2024,
     arXiv:2402.14740), for each turn position. Rewards of turns are compared per turn position also in MT-GRPO (Zeng et
     al. 2025, arXiv:2505.11821); there, the advantage of the outcome has its own group. The penalty `kl_reward` of a
     turn's tokens belongs to the turn. With one turn per sequence, leave-one-out and without scale it is RLOO.
@@ -268,14 +269,16 @@ class TurnReturns:
         per_sequence = np.bincount(sequence, minlength=len(lengths))
         returns = gae(returns, np.zeros(len(keys)), np.ones(len(keys), np.bool_), per_sequence, gamma=config.gamma,
                       lambda_=1.0)  # fmt: skip
-        cohort = members.cohort[members.owner[sequence]] * turns + number
+        member, of_member = np.unique(members.owner[sequence] * turns + number, return_inverse=True)
+        returns = np.bincount(of_member, returns) / np.bincount(of_member)
         if config.baseline != "none":
+            cohort = members.cohort[member // turns] * turns + member % turns
             returns = group_mean(
                 returns, cohort, scale=config.scale, unbiased=config.unbiased, epsilon=config.epsilon,
                 leave_one_out=config.baseline == "leave-one-out", singleton=config.singleton,
             )  # fmt: skip
         found = np.zeros(batch.tokens, np.float32)
-        found[turn >= 0] = returns[at]
+        found[turn >= 0] = returns[of_member[at]]
         return found
 
 

@@ -7,7 +7,7 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,7 +20,7 @@ from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn, recordable
-from whet.errors import CheckpointError, WhetError
+from whet.errors import CheckpointError, ContextFull, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address, EpisodeInfo
 from whet.interfaces.generator import OnWeightUpdate
@@ -52,12 +52,13 @@ class FakeModel:
     """A model for testing environments. It answers by a script and keeps the conversation.
 
     `FakeModel("4")` always answers 4. `FakeModel(["calc 2+2", "4"])` answers with one text after the other and fails
-    the test when asked for a third. `FakeModel(lambda conversation: ...)` computes each answer.
+    the test when asked for a third. `FakeModel(lambda conversation: ...)` computes each answer. With `room=2` the
+    context of each sequence has room for two answers.
     """
 
-    def __init__(self, answers: Answers, stop: Stop = "stop") -> None:
+    def __init__(self, answers: Answers, stop: Stop = "stop", room: int | None = None) -> None:
         self._next = _asking(answers)
-        self._stop = stop
+        self._stop, self._room, self._answered = stop, room, 0
         self.messages: list[Message] = []
         """The conversation so far."""
         self.forks: list[FakeModel] = []
@@ -82,15 +83,19 @@ class FakeModel:
     ) -> Reply:
         """Append messages to the conversation, and return the next answer, after the prefill."""
         await asyncio.sleep(0)
+        if self._answered == self._room:
+            raise ContextFull(100, 100)
         self.messages.extend(conversation(messages))
         text = prefill + self._next(tuple(self.messages))
+        self._answered += 1
         self.messages.append(Message("assistant", text))
         return Reply(text, tuple(text.encode(errors="replace")), self._stop)
 
     def fork(self, agent: str = "") -> "FakeModel":
         """Return another sequence with the history so far. All sequences take their answers from one script."""
-        other = FakeModel(self._next, self._stop)
+        other = FakeModel(self._next, self._stop, self._room)
         other.messages, other.agent, other.episode = self.messages[:], agent or self.agent, self.episode
+        other._answered = self._answered
         self.forks.append(other)
         return other
 
@@ -104,6 +109,23 @@ class FakeModel:
     ) -> None:
         """Record a reward of this sequence in `rewards`."""
         self.rewards.append((name, float(value), of))
+
+    def rewarded(self, given: Mapping[str, float]) -> dict[str, float]:
+        """Return the rewards of the episode: the given ones, and the recorded ones as means over the sequences."""
+        sequences = list(self._sequences())
+        answering = [one for one in sequences if one._answered] or [self]
+        totals: dict[str, float] = {}
+        for one in answering:
+            for other in sequences:
+                for name, value, of in other.rewards:
+                    hit = other is one or (of == "agent" and other.agent == one.agent)
+                    totals[name] = totals.get(name, 0.0) + value * hit / len(answering)
+        return {**totals, **{name: totals.get(name, 0.0) + value for name, value in given.items()}}
+
+    def _sequences(self) -> Iterator["FakeModel"]:
+        yield self
+        for one in self.forks:
+            yield from one._sequences()
 
     def record(self, name: str, value: Any) -> None:
         """Record a value of the episode in `log`."""

@@ -11,9 +11,12 @@ for each sequence [B] or for each token [N].
 from typing import Any
 
 import numpy as np
+import pytest
 
 from whet.data.batch import Batch, from_sequences
+from whet.interfaces.state import Stateful
 from whet_testing.deadline import deadline
+from whet_testing.resuming import assert_resumes
 
 
 class AdvantagesContract:
@@ -21,6 +24,8 @@ class AdvantagesContract:
 
     trained_tokens: int = 1
     """Number of tokens to learn of each sequence."""
+    moving: bool = False
+    """Whether the baseline moves from one sample to the next, so that the order of the samples matters."""
 
     def make(self) -> Any:
         """Build the estimator under test."""
@@ -69,6 +74,8 @@ class AdvantagesContract:
             assert np.isfinite(self.call(rewards, np.zeros(4, np.int64))).all(), f"rewards times {scale}"
 
     def test_the_order_of_sequences_does_not_matter(self) -> None:
+        if self.moving:
+            pytest.skip("its baseline moves from one sample to the next")
         rewards, group = _rewards(5, 4)
         order = np.random.default_rng(1).permutation(len(rewards))
         expected = np.asarray(self.call(rewards, group))[order]
@@ -106,11 +113,23 @@ class AdvantagesContract:
             )
 
     def test_a_better_sample_of_a_group_never_gets_less(self) -> None:
+        if self.moving:
+            pytest.skip("its baseline moves from one sample to the next")
         rewards, group = _rewards(5, 4)
         advantages = np.asarray(self.call(rewards, group))
         for name in range(5):
             mine = advantages[group == name][np.argsort(rewards[group == name])]
             assert (np.diff(mine) >= -1e-6).all(), f"group {name}: {mine} in order of reward"
+
+    def test_a_resumed_state_goes_on_as_if_nothing_had_happened(self) -> None:
+        if not isinstance(self.make(), Stateful):
+            pytest.skip("it has no state")
+
+        def step(estimator: Any, number: int) -> Any:
+            rewards = np.random.default_rng(number).normal(size=8).astype(np.float32)
+            return estimator(_batch(rewards, np.repeat([0, 1], 4), np.arange(8), [self.trained_tokens] * 8))
+
+        assert_resumes(self.make, step, range(6))
 
     def test_its_input_is_left_as_it_was(self) -> None:
         rewards, group = _rewards(5, 4)

@@ -19,14 +19,24 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from whet.data.messages import ROLES, Conversation, Message
-from whet.data.records import Task
-from whet.errors import DataError
-from whet.interfaces.environment import Environment, checked_rewards, stated_answer, states_answers
+from whet.data.records import Episode, Group, Task
+from whet.errors import ContextFull, DataError
+from whet.interfaces.environment import (
+    Adaptive,
+    Environment,
+    GroupRewarding,
+    checked_rewards,
+    stated_answer,
+    states_answers,
+)
+from whet.interfaces.state import Stateful
 from whet_testing.deadline import deadline
 from whet_testing.fakes import FakeModel
 from whet_testing.hostile import HOSTILE_ANSWERS
+from whet_testing.resuming import assert_resumes
 from whet_testing.watchdog import run_unblocked
 from whet_testing.wrong_answers import holds, wrong_variants
 
@@ -201,7 +211,61 @@ class EnvironmentContract:
     def test_an_answer_cut_by_length_is_graded_too(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
         with deadline(self.deadline_seconds, "the episode"):
-            checked_rewards(asyncio.run(environment.run(task, FakeModel("Let me think", stop="length"))), "it")
+            asyncio.run(played(environment, task, FakeModel("Let me think", stop="length")))
+
+    @pytest.mark.parametrize("room", [1, 2])
+    def test_a_full_context_ends_an_episode(self, environment: Environment, room: int) -> None:
+        task = environment.tasks(self.splits[0])[0]
+        with deadline(self.deadline_seconds, f"an episode whose context has room for {room} answers"):
+            try:
+                asyncio.run(played(environment, task, FakeModel("Let me think", room=room)))
+            except ContextFull:
+                assert environment.reward_weights, (
+                    "the episode ends without a reward: name the rewards in `reward_weights`, then they are 0, or "
+                    "catch ContextFull and grade what there is"
+                )
+
+    def test_the_samples_of_a_group_are_graded_alike_in_any_order(self, environment: Environment) -> None:
+        if not isinstance(environment, GroupRewarding):
+            pytest.skip("it does not compare the samples of a group")
+        task = environment.tasks(self.splits[0])[0]
+        texts = [self.gold(task) or "I do not know.", "I do not know.", "Let me think.", "", "I do not know."]
+        episodes = [self._episode(environment, task, text, i) for i, text in enumerate(texts)]
+        for some in (episodes, episodes[:1]):
+            with deadline(self.deadline_seconds, f"comparing {len(some)} episodes"):
+                forwards = asyncio.run(environment.group_rewards(task, some))
+                backwards = asyncio.run(environment.group_rewards(task, some[::-1]))[::-1]
+            assert len(forwards) == len(some), "wanted a mapping for each episode"
+            for one, again, episode in zip(forwards, backwards, some, strict=True):
+                assert checked_rewards(one, "it", further=True) == pytest.approx(dict(again))
+                assert not set(one) & set(episode.rewards), "the episode has a reward of this name already"
+
+    def test_a_curriculum_changes_tasks_and_not_the_split(self, environment: Environment) -> None:
+        if not isinstance(environment, Adaptive):
+            pytest.skip("it has no curriculum")
+        task = environment.tasks(self.splits[0])[0]
+        before, difficulty = repr(task), environment.difficulty()
+        assert isinstance(environment.adapted(task, difficulty), Task)
+        assert environment.adapted(task, difficulty) == environment.adapted(task, difficulty)
+        assert repr(environment.tasks(self.splits[0])[0]) == before
+        environment.observe([])
+        assert environment.difficulty() == difficulty
+
+    def test_a_resumed_state_goes_on_as_if_nothing_had_happened(self) -> None:
+        environment = self.make()
+        if not (isinstance(environment, Stateful) and isinstance(environment, Adaptive)):
+            pytest.skip("it has no curriculum with a state")
+
+        def observe(one: Any, step: int) -> float:
+            task = one.tasks(self.splits[0])[step]
+            answer = self.gold(task) if step % 4 else None
+            level = float(one.difficulty())
+            episodes = [evolve(self._episode(one, task, answer or "", i), difficulty=level) for i in range(4)]
+            one.observe([Group(step, "it", step, tuple(episodes))])
+            return float(one.difficulty())
+
+        assert_resumes(self.make, observe, range(64))
+        environment.close()
 
     def test_an_episode_does_not_block_the_others(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
@@ -216,7 +280,7 @@ class EnvironmentContract:
 
         async def together() -> list[Mapping[str, float]]:
             models = [FakeModel(answer) for answer in answers]
-            return await asyncio.gather(*[environment.run(t, m) for t, m in zip(tasks, models, strict=True)])
+            return await asyncio.gather(*[played(environment, t, m) for t, m in zip(tasks, models, strict=True)])
 
         with deadline(self.deadline_seconds * 2, "playing 8 episodes at a time"):
             assert [dict(rewards) for rewards in asyncio.run(together())] == alone
@@ -266,7 +330,19 @@ class EnvironmentContract:
 
     def _play(self, environment: Environment, task: Task, answer: Script) -> dict[str, float]:
         with deadline(self.deadline_seconds, f"an episode answered with {answer!r:.60}"):
-            return checked_rewards(asyncio.run(environment.run(task, FakeModel(answer))), "it")
+            return asyncio.run(played(environment, task, FakeModel(answer)))
+
+    def _episode(self, environment: Environment, task: Task, answer: str | Sequence[str], sample: int) -> Episode:
+        rewards = self._play(environment, task, _repeating(answer))
+        said = (*((m.role, m.text) for m in task.prompt), ("assistant", _turns(answer)[-1]))
+        return Episode("it", 0, sample, (), rewards, _total(environment, rewards), 1, said)
+
+
+async def played(environment: Environment, task: Task, model: FakeModel) -> dict[str, float]:
+    """Return the rewards of an episode, those that it records included."""
+    given = await environment.run(task, model)
+    further = isinstance(environment, GroupRewarding) or any(one.rewards for one in model._sequences())
+    return model.rewarded(checked_rewards(given, "it", further=further))
 
 
 def _total(environment: Environment, rewards: Mapping[str, float]) -> float:

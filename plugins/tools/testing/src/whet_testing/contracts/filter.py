@@ -10,8 +10,11 @@ A filter is a function of a group. It returns True if the run learns from the gr
 from typing import Any
 
 import numpy as np
+import pytest
 
 from whet.data.records import Episode, Group, Trajectory
+from whet.interfaces.state import Stateful
+from whet_testing.resuming import assert_resumes
 
 
 class FilterContract:
@@ -25,8 +28,16 @@ class FilterContract:
         for rewards in ([0.0, 1.0], [1.0, 1.0], [0.5]):
             assert isinstance(self.make()(group_of(rewards)), bool | np.bool_)
 
+    def test_a_resumed_state_goes_on_as_if_nothing_had_happened(self) -> None:
+        if not isinstance(self.make(), Stateful):
+            pytest.skip("it has no state")
+        groups = [group_of(np.random.default_rng(seed).integers(0, 2, 4), index=seed) for seed in range(20)]
+        assert_resumes(self.make, lambda keep, group: bool(keep(group)), groups)
+
     def test_it_says_the_same_every_time(self) -> None:
         keep = self.make()
+        if isinstance(keep, Stateful):
+            pytest.skip("it has a state, so what it says may depend on earlier groups")
         groups = [group_of(np.random.default_rng(seed).integers(0, 2, 4), index=seed) for seed in range(20)]
         forwards = [bool(keep(group)) for group in groups]
         backwards = [bool(keep(group)) for group in reversed(groups)][::-1]
