@@ -64,7 +64,7 @@ class EnvironmentContract:
     """Whether a response wins that holds the right answer among others."""
     largest_shared: float = 0.5
     """Largest share of a split's tasks that another split may have too. 1: splits may be equal."""
-    most_blocked_seconds: float = 1.0
+    most_blocked_seconds: float = 2.0
     """Longest time for which an episode may keep the event loop from turning."""
 
     def make(self) -> Environment:
@@ -269,6 +269,7 @@ class EnvironmentContract:
 
     def test_an_episode_does_not_block_the_others(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
+        self._play(environment, task, "I do not know.")  # what is imported or started once may take its time
         for answer in ("I do not know.", self.gold(task) or ""):
             with deadline(self.deadline_seconds, f"an episode answered with {answer!r:.60}"):
                 run_unblocked(environment.run(task, FakeModel(_repeating(answer))), self.most_blocked_seconds)
