@@ -29,7 +29,14 @@ CONTENTS = {
     "docs/README": {
         "Tutorials": ["tutorials/first-run", "tutorials/*"],
         "How-to": [*(f"how-to/{page}" for page in HOW_TO), "how-to/*"],
-        "Reference": ["reference/config", "reference/components", "reference/cli", "reference/hooks", "reference/*"],
+        "Reference": [
+            "reference/config",
+            "reference/components",
+            "reference/cli",
+            "reference/hooks",
+            "reference/interfaces",
+            "reference/*",
+        ],
         "Plugins": ["/plugins/*/*/README"],
         "Explanation": ["explanation/architecture", "explanation/*"],
         "Project": ["/README", "/CONTRIBUTING", "/examples/*/README"],

@@ -81,6 +81,7 @@ def pages() -> dict[str, str]:
     kinds = {kind: offers for kind in KINDS if (offers := list(offered(kind)))}
     made = {"hooks.md": hooks(), "config.md": config(), "cli.md": cli(), "contracts.md": contracts()}
     made["components.md"] = components(kinds)
+    made["interfaces.md"] = _beside("signatures").page()
     made["combinations.md"] = combined(kinds["algorithms"])
     made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
     packaged = _beside("packaged").files(ROOT, registry())
