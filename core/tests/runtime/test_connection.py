@@ -16,6 +16,7 @@ from whet.runtime.connection import Call, Connection
 from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
+from whet_testing.contracts.workers import wait_until
 
 
 class Silent:
@@ -101,3 +102,14 @@ def test_a_process_of_which_nothing_can_be_known_holds_up_no_deadline(connect: C
     never.set()
     assert [error.rank for error in errors] == [1, 0]
     assert "no answer within 0.3 s; its process is stopped" in str(errors[0])
+
+
+def test_a_traceback_that_is_written_after_the_stacks_is_no_part_of_them(connect: Connect, tmp_path: Path) -> None:
+    connection = connect("backend-0", lambda: "S")
+    stacks = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in work\n  File "b.py", line 2 in run\n'
+    unfinished = 'Traceback (most recent call last):\n  File "a.py", line 1, in work\n'
+    written = tmp_path / "backend-0.log"
+    connection.process.show_stacks = lambda: written.write_text(stacks + unfinished)  # type: ignore[method-assign]
+    assert connection.pid
+    wait_until(lambda: bool(connection._heard), "the process has said that it lives")
+    assert connection.last_words() == stacks.rstrip()

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
 from whet.runtime.hosts import HostProcess
-from whet.runtime.last_words import last_words
+from whet.runtime.last_words import TRACEBACK, last_words
 from whet.runtime.threads import watched
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer, decode, encode
@@ -310,7 +310,9 @@ class Connection:
         begin = self._log.stat().st_size if self._log.exists() else 0
         self.process.show_stacks()
         time.sleep(_PATIENCE_FOR_STACKS)
-        threads = [thread.splitlines() for thread in last_words(self._log, begin, lines=1000).split("\n\n")]
+        # A call that fails meanwhile writes its traceback after the stacks; `_words` has the whole of it.
+        written = last_words(self._log, begin, lines=1000).partition(TRACEBACK)[0].rstrip()
+        threads = [thread.splitlines() for thread in written.split("\n\n")]
         busy = [lines for lines in threads if not any(place in line for place in _IDLE for line in lines[1:2])]
         return "\n".join(line for lines in busy for line in lines[:_DEEPEST_STACK])
 

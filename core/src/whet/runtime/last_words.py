@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
+"""The first line of a traceback."""
 _WARNING = re.compile(r"\b(?:[A-Za-z]*Warning:|WARN(?:ING)?\b)")
 
 
@@ -60,7 +61,7 @@ def _last_error(lines: Sequence[str]) -> slice:
 
 
 def _last_traceback(lines: Sequence[str]) -> int:
-    return next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
+    return next((i for i in reversed(range(len(lines))) if lines[i].startswith(TRACEBACK)), len(lines))
 
 
 def _without_warnings(lines: Sequence[str]) -> list[str]:
