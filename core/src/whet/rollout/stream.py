@@ -347,7 +347,7 @@ class RolloutStream:
 
     def _count(self, consumed: Consumed) -> dict[str, Metric]:
         """Return the metrics since the last take. Raises `WhetError` if a group is older than `max_staleness`."""
-        ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)]
+        ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)] or [0]
         if max(ages) > self._section.max_staleness:
             raise WhetError(
                 f"a group is {max(ages)} versions old when it is taken, wanted at most {self._section.max_staleness} "
