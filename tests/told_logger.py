@@ -45,4 +45,4 @@ class Seeing:
 
 @whet.hookimpl
 def whet_loggers() -> list[whet.Component]:
-    return [whet.Component("seeing", SeeingConfig, "seeing:Seeing")]
+    return [whet.Component("seeing", SeeingConfig, ":Seeing")]
