@@ -69,7 +69,7 @@ def section(name: str, cls: type) -> str:
         function = value.fget if isinstance(value, property) else value
         comment = sentence(function)
         shown.append((f"# {comment}\n" if comment else "") + signature(method, function, isinstance(value, property)))
-    return "\n\n".join([*lines, "```python not run: signatures\n" + "\n\n".join(shown) + "\n```"] if shown else lines)
+    return "\n\n".join([*lines, "```text\n" + "\n\n".join(shown) + "\n```"] if shown else lines)
 
 
 def sentence(documented: Any) -> str:
@@ -82,9 +82,10 @@ def signature(name: str, function: Any, is_property: bool) -> str:
     """Return a signature as one would write it, without quotes around types."""
     plain, parts = inspect.signature(function), list[str]()
     for one in plain.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and "*" not in parts:
+        if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
             parts.append("*")
-        typed = one.name if one.annotation is one.empty else f"{one.name}: {annotation(one.annotation)}"
+        shown = "*" * (one.kind is one.VAR_POSITIONAL) + "**" * (one.kind is one.VAR_KEYWORD) + one.name
+        typed = shown if one.annotation is one.empty else f"{shown}: {annotation(one.annotation)}"
         equals = " = " if ":" in typed else "="
         parts.append(typed if one.default is one.empty else f"{typed}{equals}{one.default!r}".replace("'", '"'))
         if one.kind is one.POSITIONAL_ONLY:
@@ -99,5 +100,6 @@ def annotation(found: Any) -> str:
     text = found if isinstance(found, str) else inspect.formatannotation(found)
     text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)  # the modules of types
+    text = text.replace("numpy.ndarray[tuple[Any, ...], numpy.dtype[numpy.int64]]", "IntArray")
     text = re.sub(r"(?<!\w)[-~+](?=\w)", "", text)  # the variance of a type variable
     return text.replace("'", '"') if "Literal" in text else text.replace("'", "")
