@@ -1,6 +1,7 @@
 """What earlier run attempts left in the folder of W&B, read by W&B's own reader (`wandb leet inspect`)."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,8 +26,16 @@ def last_row(folder: Path, run_id: str) -> tuple[int, int]:
 
 
 def files(folder: Path, run_id: str) -> list[Path]:
-    """Return the file of each run attempt of a run, the oldest first."""
-    return sorted(folder.glob(f"wandb/*run-*_*-{run_id}/run-{run_id}.wandb"))
+    """Return the file of each run attempt of a run, the oldest first.
+
+    The folder of an attempt is named `offline-run-DATE_TIME-ID`; W&B adds `-1`, `-2` where several begin in one second.
+    """
+    found = [
+        (match["time"], int(match["count"] or 0), file)
+        for file in folder.glob(f"wandb/*/run-{run_id}.wandb")
+        if (match := re.fullmatch(rf"(offline-)?run-(?P<time>\w+)-{run_id}(-(?P<count>\d+))?", file.parent.name))
+    ]
+    return [file for _, _, file in sorted(found)]
 
 
 def history(file: Path) -> Iterator[dict[str, Any]]:
