@@ -11,7 +11,7 @@ from whet.component import AlgorithmFacts, Component, EnvironmentFacts, RoleNeed
 from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
 from whet.data.records import Task
-from whet.rollout.scorer import Scorer
+from whet.interfaces.environment import Scorer
 
 
 @frozen

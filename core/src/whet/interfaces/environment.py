@@ -223,6 +223,49 @@ class Adaptive(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """A role that computes values, as an environment sees it: `roles[NAME]`, if the role's section has a backend."""
+
+    async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
+        """Return the value of a conversation that ends with the assistant's turn: the output of the model's head there.
+
+        A conversation that is longer than the model's positions is cut to its end if `cut` is true. Raises `DataError`
+        if it is false, or if that model's chat template cannot render the conversation.
+        """
+        ...
+
+
+class Responder(Protocol):
+    """A role that writes responses, as an environment sees it: `roles[NAME]`, if the role's section has a generator.
+
+    Examples: a judge that explains its verdict, a simulated user, an opponent. Nothing that it writes is trained on.
+    """
+
+    async def reply(
+        self,
+        messages: "str | Message | Sequence[Message]",
+        *,
+        seed: int,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        prefill: str = "",
+    ) -> Reply:
+        """Return a response to a whole conversation. The model of the role is the conversation's assistant.
+
+        Nothing is kept from call to call. Raises `DataError` if the conversation leaves no room for a response in the
+        model's positions, or if the model's chat template cannot render it.
+
+        :param seed: for the randomness of the response: equal seeds and conversations have equal responses. Usually
+            `model.episode.seed`; `derive_seed(seed, "vote", i)` of `whet.data.randomness` for several responses.
+        :param max_tokens: the longest response, in tokens. None: `rollout.max_tokens`.
+        :param stop: stop strings.
+        :param temperature: None: 1. 0: the likeliest tokens.
+        :param prefill: the beginning of the response. The model continues it.
+        """
+        ...
+
+
 RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]
 """(text of the response, task.data) -> reward. The function may be async."""
 AnswerFunction = Callable[[str], str | None]

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import frozen
@@ -15,6 +15,7 @@ from attrs import frozen
 from whet.data.batch import from_sequences
 from whet.data.messages import Message, conversation
 from whet.errors import DataError
+from whet.interfaces.environment import Scorer as Scorer
 
 if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
@@ -27,18 +28,6 @@ MOST_TOGETHER = 256
 
 
 _TOLD = frozenset(10**i for i in range(12))
-
-
-class Scorer(Protocol):
-    """A further model, as environments see it."""
-
-    async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
-        """Return the value of a conversation that ends with the assistant's turn: the output of the model's head there.
-
-        A conversation that is longer than the model's positions is cut to its end if `cut` is true. Raises `DataError`
-        if it is false, or if that model's chat template cannot render the conversation.
-        """
-        ...
 
 
 def whole(tokens: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from whet.data.spans import Spans
     from whet.interfaces.backend import Backend
     from whet.interfaces.data import OfflineData
-    from whet.rollout.scorer import Scorer
+    from whet.interfaces.environment import Responder, Scorer
 
 
 @frozen(eq=False)

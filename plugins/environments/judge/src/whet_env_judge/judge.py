@@ -27,10 +27,10 @@ from whet.interfaces.environment import (
     EpisodeInfo,
     GroupRewarding,
     Model,
+    Scorer,
     states_answers,
 )
 from whet.plan.plan import facts_of
-from whet.rollout.scorer import Scorer
 from whet_env_judge.config import JudgeConfig
 from whet_env_judge.prompts import Prompts
 
