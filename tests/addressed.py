@@ -2,7 +2,7 @@
 
 from attrs import evolve, frozen
 
-from whet import Component, Task, hookimpl
+from whet import Component, EnvironmentFacts, RoleNeed, Task, hookimpl
 from whet_ops.curriculum import PassRateCurriculum
 
 
@@ -99,6 +99,31 @@ class Climbing(Duel):
         return {"even": even, "enough": float(even >= model.episode.difficulty)}
 
 
+@frozen
+class MatchConfig:
+    """A game against a further model."""
+
+    temperature: float = 1.0
+    """Of the opponent."""
+
+
+class Match(Duel):
+    """A game against an opponent that is no pupil: it is a role, with weights that stay or follow the policy."""
+
+    def __init__(self, config, roles):
+        self._opponent, self._temperature = roles["opponent"], config.temperature
+
+    async def run(self, task, model):
+        own = share((await model.reply(task.prompt)).text)
+        answer = await self._opponent.reply(task.prompt, seed=model.episode.seed, temperature=self._temperature)
+        model.record("opponent", answer.text)
+        return {"won": own - share(answer.text), "even": own}
+
+
+def match_facts(config, model):
+    return EnvironmentFacts(roles={"opponent": RoleNeed(generates=True)})
+
+
 @hookimpl
 def whet_environments():
     return [
@@ -106,4 +131,5 @@ def whet_environments():
         Component("turns", TurnsConfig, ":Turns"),
         Component("ranked", Nothing, ":Ranked"),
         Component("climbing", Nothing, ":Climbing"),
+        Component("match", MatchConfig, ":Match", ":match_facts"),
     ]

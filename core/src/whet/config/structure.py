@@ -258,10 +258,13 @@ class _Structurer:
             return self.refuse(at, words)
         name = value.get("use", at.metadata.get("default"))
         if name is None:
-            names = ", ".join(self.components.offers(kind)) or "none is installed"
+            kinds = filter(None, (kind, at.metadata.get("or_kind")))
+            names = ", ".join(name for one in kinds for name in self.components.offers(one)) or "none is installed"
             return self.refuse(at, f"missing `use:`, the name of the {kind_word(kind)}; known: {names}")
         if not isinstance(name, str):
             return self.refuse(at.under("use"), f"wanted text, found {found_words(name)}")
+        if (other := at.metadata.get("or_kind")) and _unqualified(name) not in self.components.offers(kind):
+            kind = other if _unqualified(name) in self.components.offers(other) else kind
         try:
             offer = self.components.find(kind, name)
             taken = [key for key in _fields(offer.component.config) if key in reserved]
@@ -323,6 +326,11 @@ def _fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
     except Exception as error:  # any type: annotations are a plugin's code
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}") from error
     return {field.alias: field for field in attrs.fields(cls) if field.init}
+
+
+def _unqualified(use: str) -> str:
+    """Return the name of the component that `use: NAME` or `use: DISTRIBUTION/NAME` chooses."""
+    return use.rpartition("/")[2]
 
 
 def _one_line(error: Exception) -> str:

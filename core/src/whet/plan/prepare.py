@@ -108,7 +108,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     config, cluster = loaded.config, loaded.config.cluster
     model, models = find_models(config.model, config.roles)
     roles = make_roles(config, gather_facts(config, model, models))
-    plan, problems = make_plan(config, model, roles, target, models)
+    plan, problems = make_plan(config, model, roles, target, models, trains)
     problems += missing_launcher(cluster)
     interpreters, unfit = find_interpreters(cluster, roles)
     problems += unfit

@@ -21,10 +21,10 @@ from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
-from whet.run.builder import Attempt, start
 from whet.run.evaluator import make_evaluator
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
+from whet.run.models import Attempt, start
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.run_folder import RunFolder, closing_all
