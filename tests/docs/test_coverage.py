@@ -9,9 +9,9 @@ import pytest
 
 from whet.cli.app import group
 from whet.component import KINDS
-from whet.config.explain import sections, selections
 from whet.plugins import hookspecs
 from whet.plugins.registry import load_plugins
+from whet_start.explain import sections, selections
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
