@@ -82,12 +82,12 @@ def test_a_role_with_new_weights_each_step_is_the_policy(tmp_path, tiny_model_fo
     path = config(
         tmp_path, tiny_model_folder, {"like": "generator", "sync_every": 1}, run={"steps": 3},
         environments=[settings], backend={"use": "fsdp2", "optimizer": {"lr": 0.1}},
-        evaluation={"temperature": 0, "environments": [{**settings, "split": "train", "limit": 4}]},
+        evaluation={"every": 1, "temperature": 0, "environments": [{**settings, "split": "train", "limit": 4}]},
     )  # fmt: skip
     run = train(path)
     said = {}
-    for step in (0, 3):
+    for step in (1, 2, 3):
         rows = list(read_rows(run / f"evaluations/step-{step:06d}-match.jsonl"))
         said[step] = [row["messages"][-1]["content"] for row in rows]
         assert [row["recorded"]["opponent"] for row in rows] == said[step]
-    assert said[0] != said[3]
+    assert len({tuple(words) for words in said.values()}) > 1, "the policy has never changed"
