@@ -165,8 +165,8 @@ def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
             needs[name] = RoleNeed(
                 before.outputs | need.outputs,
                 before.trained or need.trained,
-                before.generates or need.generates,
                 before.conversations or need.conversations,
+                before.generates or need.generates,
             )
     return needs
 
