@@ -91,3 +91,42 @@ def test_a_role_with_new_weights_each_step_is_the_policy(tmp_path, tiny_model_fo
         said[step] = [row["messages"][-1]["content"] for row in rows]
         assert [row["recorded"]["opponent"] for row in rows] == said[step]
     assert len({tuple(words) for words in said.values()}) > 1, "the policy has never changed"
+
+
+def numbers_of(run: Path) -> list[dict]:
+    """Return the metrics of a run but those of time and memory."""
+    beside = ("time", "seconds/", "given_back_mib/", "memory")
+    return [{name: value for name, value in row.items() if not name.startswith(beside)} for row in numbers(run)]
+
+
+def test_roles_that_generate_take_turns_in_memory_and_no_number_changes(tmp_path, tiny_model_folder):
+    found, given = {}, set()
+    for offload in ("never", "always"):
+        cluster = {"workers": "inline", "offload": offload}
+        role = {"like": "generator", "sync_every": 2}
+        run = train(config(tmp_path / offload, tiny_model_folder, role, run={"steps": 3}, cluster=cluster))
+        given |= {name for row in numbers(run) for name in row if name.startswith("given_back_mib/")}
+        found[offload] = numbers_of(run), [opponents(run, step) for step in (1, 2, 3)]
+    assert found["always"] == found["never"]
+    assert given == {f"given_back_mib/{role}" for role in ("backend", "generator", "opponent")}
+
+
+@pytest.mark.slow
+def test_an_opponent_that_is_lost_comes_back_with_the_weights_that_it_had(tmp_path, tiny_model_folder):
+    """Sixteen episodes are a step, and the weights are those of step 2 when the process is killed, in step 4."""
+    found = {}
+    for name, kill_at in (("whole", 0), ("struck", 3 * 16 + 4)):
+        run = train(
+            config(
+                tmp_path / name,
+                tiny_model_folder,
+                {"use": "hf", "sync_every": 2},
+                run={"steps": 4},
+                cluster=CLUSTERS["apart"],
+                environments=[{"use": "match", "kill_at": kill_at}],
+            )
+        )
+        events = [(row["event"], row.get("role")) for row in read_rows(run / "journal.jsonl")]
+        assert events.count(("replica restarted", "opponent")) == bool(kill_at)
+        found[name] = opponents(run, 4)
+    assert found["struck"] == found["whole"]

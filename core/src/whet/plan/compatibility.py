@@ -10,6 +10,7 @@ from whet.component import (
     GeneratorFacts,
     LossFacts,
     Problem,
+    RoleNeed,
 )
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config, DataSection, EnvironmentSection, RoleSection, RolloutSection, RunSection
@@ -130,6 +131,9 @@ def _needs(algorithm: str, given: Mapping[str, RoleSection], roles: Roles) -> It
             wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
             wanted = ", for responses: `use:` a generator" if need.generates else wanted
             yield Problem(f"roles.{name}", f"is missing: {algorithm} or an environment asks for it{wanted}")
+            continue
+        if roles.algorithm.roles.get(name, RoleNeed()).generates:
+            yield Problem("algorithm", f"asks the role {name} for responses, which only an environment can do")
             continue
         role, outputs = roles[name], roles.outputs_of(name)
         if need.generates != role.generates:
