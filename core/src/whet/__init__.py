@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FilterFacts,
         GeneratorFacts,
         LossFacts,
+        MemoryTerm,
         Problem,
         RoleNeed,
         Selection,
@@ -63,23 +64,14 @@ sys.meta_path.append(_PathsOfBefore)  # type: ignore[arg-type]
 __all__ = [
     "AdvantagesFacts", "Algorithm", "AlgorithmFacts", "Backend", "BackendFacts", "Batch", "Completion", "Component",
     "Config", "ConfigError", "ContextFull", "DataError", "Environment", "EnvironmentFacts", "FilterFacts", "Generator",
-    "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "Message", "Metric", "Model", "ModelInfo",
-    "OfflineParts", "OnlineParts", "Problem", "Request", "Responder", "RoleNeed", "RunInfo", "Selection", "SingleTurn",
-    "Task", "WhetError", "__version__", "between", "hookimpl", "open", "selection",
+    "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "MemoryTerm", "Message", "Metric", "Model",
+    "ModelInfo", "OfflineParts", "OnlineParts", "Problem", "Request", "Responder", "RoleNeed", "RunInfo", "Selection",
+    "SingleTurn", "Task", "WhetError", "__version__", "between", "hookimpl", "open", "selection",
 ]  # fmt: skip
 _HOMES = {
     "component": (
-        "Component",
-        "Problem",
-        "RoleNeed",
-        "Selection",
-        "AdvantagesFacts",
-        "AlgorithmFacts",
-        "BackendFacts",
-        "EnvironmentFacts",
-        "FilterFacts",
-        "GeneratorFacts",
-        "LossFacts",
+        "Component", "MemoryTerm", "Problem", "RoleNeed", "Selection", "AdvantagesFacts", "AlgorithmFacts",
+        "BackendFacts", "EnvironmentFacts", "FilterFacts", "GeneratorFacts", "LossFacts",
     ),
     "config.bounds": ("between",),
     "config.sections": ("Config", "selection"),
@@ -96,7 +88,7 @@ _HOMES = {
     "interfaces.logger": ("Logger", "RunInfo"),
     "interfaces.loss": ("Loss", "LossResult"),
     "run.compose": ("open",),
-}
+}  # fmt: skip
 """The module of each name, without the leading `whet.`."""
 
 

@@ -241,6 +241,8 @@ class EnvironmentContract:
                 assert not set(one) & set(episode.rewards), "the episode has a reward of this name already"
 
     def test_a_curriculum_changes_tasks_and_not_the_split(self, environment: Environment) -> None:
+        missing = [name for name in ("difficulty", "adapted", "observe") if not hasattr(environment, name)]
+        assert len(missing) != 1, f"it has a curriculum without the method `{missing[0]}`, so a run would refuse it"
         if not isinstance(environment, Adaptive):
             pytest.skip("it has no curriculum")
         task = environment.tasks(self.splits[0])[0]
