@@ -25,7 +25,7 @@ from whet_testing.contracts.loss import LossContract
 
 HERE = Path(__file__).resolve().parent
 PLUGINS = HERE.parent / "examples" / "plugins"
-SUMS = '''
+SUMS = """
 import verifiers.v1 as vf
 
 __all__ = ["Sums"]
@@ -46,7 +46,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
     def load(self):
         for n in range(1, 41):
             yield Sum(Data(prompt=f"{n} + {n}?", system_prompt="The number alone.", answer=str(2 * n)), self.config.task)
-'''
+"""
 
 
 def plugin(name):

@@ -1,6 +1,6 @@
 """RAFT, rejection sampling fine-tuning (Dong et al. 2023, arXiv:2304.06767): learn the best response to each prompt.
 
-    sample a group of responses -> keep the best, if it is good enough -> maximise its likelihood
+sample a group of responses -> keep the best, if it is good enough -> maximise its likelihood
 """
 
 import numpy as np

@@ -78,9 +78,7 @@ def _known_columns(instance: object, attribute: Any, value: dict[str, str]) -> N
         raise ValueError(f"{words}: what a column is, then its name in the file")
 
 
-def selection(
-    kind: Kind, default: str | None = None, *, inline: bool = False, or_kind: Kind | None = None
-) -> Any:  # fmt: skip
+def selection(kind: Kind, default: str | None = None, *, inline: bool = False, or_kind: Kind | None = None) -> Any:
     """Return a field that holds a component of a kind, chosen by `use:`.
 
     `default` names the component that is used where the key is left out. An `inline` component takes all keys beside

@@ -263,8 +263,9 @@ class _Structurer:
             return self.refuse(at, f"missing `use:`, the name of the {kind_word(kind)}; known: {names}")
         if not isinstance(name, str):
             return self.refuse(at.under("use"), f"wanted text, found {found_words(name)}")
-        if (other := at.metadata.get("or_kind")) and _unqualified(name) not in self.components.offers(kind):
-            kind = other if _unqualified(name) in self.components.offers(other) else kind
+        other, plain = at.metadata.get("or_kind"), name.rpartition("/")[2]  # of DISTRIBUTION/NAME
+        if other and plain not in self.components.offers(kind) and plain in self.components.offers(other):
+            kind = other
         try:
             offer = self.components.find(kind, name)
             taken = [key for key in _fields(offer.component.config) if key in reserved]
@@ -326,11 +327,6 @@ def _fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
     except Exception as error:  # any type: annotations are a plugin's code
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}") from error
     return {field.alias: field for field in attrs.fields(cls) if field.init}
-
-
-def _unqualified(use: str) -> str:
-    """Return the name of the component that `use: NAME` or `use: DISTRIBUTION/NAME` chooses."""
-    return use.rpartition("/")[2]
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from whet.component import (
     LossFacts,
     Problem,
     RoleNeed,
-)
+)  # fmt: skip
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config, DataSection, EnvironmentSection, RoleSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo

@@ -183,9 +183,7 @@ def _template(given: str) -> str:
         raise ConfigError(str(error)) from error
 
 
-def find_interpreters(
-    cluster: "ClusterSection", roles: Roles
-) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
+def find_interpreters(cluster: "ClusterSection", roles: Roles) -> tuple[dict[str, Interpreter], list[Problem]]:
     """Return the Pythons of roles that do not run in the driver's, and why their workers could not run there.
 
     On a cluster of other machines, Pythons that are not here are left to the nodes.

@@ -18,7 +18,7 @@ from whet.component import (
     RoleNeed,
     Selection,
     WorkerFacts,
-)
+)  # fmt: skip
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 

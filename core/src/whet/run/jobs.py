@@ -90,9 +90,7 @@ def evaluate(
         roles = ["generator", *prepared.roles.asked_by("evaluation.environments")]
         prepared.refuse_elsewhere(*roles)
         status, began = attempt.observers.status, attempt.folder.began()
-        inputs = read_inputs(
-            prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False
-        )  # fmt: skip
+        inputs = read_inputs(prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False)
         generator = _start(prepared, attempt, roles)["generator"]
         endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
         result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()
