@@ -1,6 +1,6 @@
 """Online DPO (Guo et al. 2024, arXiv:2402.04792): the best and the worst response of a group are a preference pair.
 
-    sample a group of responses -> pair the best with the worst -> the loss of DPO, against the frozen start
+sample a group of responses -> pair the best with the worst -> the loss of DPO, against the frozen start
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Metrics, rollouts and events of a run in one SQLite file, to query while the run is under way.
 
-    sqlite3 runs/it/run.sqlite "SELECT step, value FROM metrics WHERE name = 'reward/mean'"
-    sqlite3 runs/it/run.sqlite "SELECT kind, details FROM events"
+sqlite3 runs/it/run.sqlite "SELECT step, value FROM metrics WHERE name = 'reward/mean'"
+sqlite3 runs/it/run.sqlite "SELECT kind, details FROM events"
 """
 
 import json

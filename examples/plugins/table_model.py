@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from attrs import field, frozen
 from safetensors.torch import load_file, save_file
+
+import whet
+from whet.component import import_path
 from whet_generation.serial import SerialGenerator, SerialWorker
 from whet_ops.backend_handle import WorkerBackend
 from whet_ops.backend_worker import BackendWorker
 from whet_weights.transfer import receive, send
-
-import whet
-from whet.component import import_path
 
 
 @frozen
