@@ -318,8 +318,8 @@ def test_a_model_behind_an_address_can_be_evaluated(config, whet, tmp_path, monk
 
 CONCEPTS = {
     "reasoning_gym_tasks": 5, "gymnasium_games": 4, "verifiers_tasks": 4, "no_repeats": 6, "topr": 5,
-    "narrowing_clip": 5, "running_scale": 4, "retired_tasks": 3, "sqlite_logger": 2, "plateau": 3, "raft": 7, "online_dpo": 7,
-    "table_model": 12, "openai_service": 5,
+    "narrowing_clip": 5, "running_scale": 4, "retired_tasks": 3, "sqlite_logger": 2, "plateau": 3, "raft": 7,
+    "online_dpo": 7, "table_model": 12, "openai_service": 5,
 }  # fmt: skip
 """Most names of whet that a file may use."""
 

@@ -1,6 +1,6 @@
 """Sample from a model that somebody else serves, by OpenAI's completions API (`pip install openai`).
 
-The service must take a prompt of token ids, and return token ids and logprobs: vLLM's server and whet's own endpoint do.
+The service must take a prompt of token ids, and return token ids and logprobs, as vLLM's server and whet's endpoint do.
 It takes no weights, so it can be evaluated (`whet eval`) but not trained. `model.path` names its config and tokenizer.
 """
 

@@ -1,7 +1,7 @@
-"""A model that is no transformer: a table of logits [V, V], of each token after each other one. A run takes milliseconds.
+"""A model that is no transformer: a table of logits [V, V], of each token after each other one.
 
 The backend `table` trains it and the generator `table` samples from it, both with the tokenizer of `model.path`.
-It begins as the uniform distribution, and shows how little whet asks of a model.
+It begins as the uniform distribution. A step takes milliseconds.
 """
 
 import numpy as np
