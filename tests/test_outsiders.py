@@ -235,6 +235,8 @@ def test_grpo_trains_with_a_part_of_ones_own(train, name, key, component, metric
             marks=needs("verifiers", "'verifiers>=0.4'"),
         ),
         ("no_repeats", {"use": "no-repeats", "environment": "climbing"}, "repeated"),
+        ("no_repeats", {"use": "no-repeats", "environment": "duel"}, "repeated"),
+        ("no_repeats", {"use": "no-repeats", "environment": "ranked"}, "rank"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("sums")
