@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import whet
 from whet.component import import_file, import_path
 from whet.data.files import read_metrics
+from whet.data.model_info import read_model
 from whet.data.records import Request, Sampling
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.backend import BackendContract
 from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.contracts.filter import FilterContract, group_of
 from whet_testing.contracts.generator import GeneratorContract
@@ -166,10 +169,19 @@ class TestOnlineDpo(AlgorithmContract):
 
 
 class TestTableGenerator(GeneratorContract):
-    transports = ()  # the rule about weights sends those of a transformer
-
     def make(self, context):
         return plugin("table_model").TableGenerator(plugin("table_model").GeneratorConfig(), context)
+
+    def weights(self, folder):
+        size = read_model(folder).vocab_size
+        return [("table", torch.zeros(size, size))]
+
+
+class TestTableBackend(BackendContract):
+    of_transformers, outputs = False, ("logprobs",)
+
+    def make(self, context):
+        return plugin("table_model").TableBackend(plugin("table_model").BackendConfig(lr=0.01), context)
 
 
 @pytest.fixture
