@@ -37,8 +37,9 @@ class Game:
     async def run(self, task, model):
         game, words = self._made(), self._config.actions
         game.reset(seed=task.data["seed"])
-        asked, total, understood, turns = task.prompt[0].text, 0.0, 0, 0
-        for turns in range(1, self._config.turns + 1):
+        asked, total, turns, understood = task.prompt[0].text, 0.0, 0, 0
+        while turns < self._config.turns:
+            turns += 1
             view = "\n".join((asked, game.render(), f"Answer with one word: {', '.join(words)}."))
             word = (await model.reply(view)).text.strip().lower()
             if word not in words:

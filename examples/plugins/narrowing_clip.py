@@ -1,26 +1,25 @@
 """A loss that knows the step: the clipped policy gradient, whose upper bound falls from step to step."""
 
 import torch
-from attrs import field, frozen
-from whet_ops.losses import clipped_policy_gradient
-from whet_ops.reductions import moved, of_tokens
+from attrs import field, frozen, validators
 
 import whet
+from whet_ops.losses import clipped_policy_gradient
 
 
 @frozen
 class NarrowingClipConfig:
     """The clipped policy gradient: wide at first to explore, narrow at the end."""
 
-    first: float = field(default=0.4, validator=whet.between(0, 1e6))
+    first: float = field(default=0.4, validator=validators.ge(0))
     """How far a ratio may rise above 1 in the first step."""
-    last: float = field(default=0.2, validator=whet.between(0, 1e6))
+    last: float = field(default=0.2, validator=validators.ge(0))
     """How far in the last step. It falls evenly."""
 
 
 def facts(config, model):
     columns = frozenset({"advantages", "sampler_logprobs"})
-    return whet.LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=columns, token_advantages=True)
+    return whet.LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)
 
 
 class NarrowingClip:
@@ -33,12 +32,12 @@ class NarrowingClip:
         return {"policy": batch["loss_mask"].sum()}
 
     def live(self, batch):
-        return moved(batch, "advantages")
+        return batch["advantages"] != 0
 
     def __call__(self, outputs, batch):
         done = (batch.info["step"] - 1) / max(batch.info["steps"] - 1, 1)
         high = self._config.first + done * (self._config.last - self._config.first)
-        advantages = of_tokens(batch, "advantages")
+        advantages = batch["advantages"].repeat_interleave(batch["lengths"])
         found = clipped_policy_gradient(outputs["logprobs"], batch["sampler_logprobs"], advantages, 0.2, high)
         mask = batch["loss_mask"]
         clipped = (found.clipped & mask).sum(), mask.sum()

@@ -1,6 +1,6 @@
-"""Sample from a model that somebody else serves, by the completions API of OpenAI (`pip install openai`).
+"""Sample from a model that somebody else serves, by OpenAI's completions API (`pip install openai`).
 
-The service must take a prompt of token ids, and return token ids and logprobs: vLLM's server and whet's own endpoint do.
+The service must take a prompt of token ids, and return token ids and logprobs, as vLLM's server and whet's endpoint do.
 It takes no weights, so it can be evaluated (`whet eval`) but not trained. `model.path` names its config and tokenizer.
 """
 
@@ -24,8 +24,7 @@ class OpenaiServiceConfig:
 
 
 def facts(config, model):
-    # `whet check` wants a transport also for an evaluation, which sends nothing; `receive_weights` refuses it.
-    return whet.GeneratorFacts(transports=("disk",), notes=("openai-service takes no weights: it is for `whet eval`",))
+    return whet.GeneratorFacts(notes=("openai-service takes no weights: it is for `whet eval`, and for roles",))
 
 
 class OpenaiService:

@@ -1,8 +1,5 @@
 """Hooks that end a run when a metric has not improved for some steps."""
 
-import os
-import signal
-
 from attrs import field, frozen
 
 import whet
@@ -10,7 +7,7 @@ import whet
 
 @frozen
 class PlateauConfig:
-    """Ends the run, as Ctrl-C does, when a metric has stopped to improve. The run is saved, and can be continued."""
+    """Ends the run when a metric has stopped to improve. It is saved, and can be continued."""
 
     metric: str = "reward/mean"
     """Name of the metric; larger is better."""
@@ -21,6 +18,12 @@ class PlateauConfig:
 class Plateau:
     def __init__(self, config, run):
         self._config, self._best, self._since = config, float("-inf"), 0
+        self._stop = lambda: None
+
+    @whet.hookimpl(wrapper=True)
+    def whet_run(self, parts):
+        self._stop = parts.steps.stop
+        return (yield)
 
     @whet.hookimpl
     def whet_step_finished(self, step, metrics):
@@ -30,7 +33,7 @@ class Plateau:
         self._since = 0 if value > self._best else self._since + 1
         self._best = max(value, self._best)
         if self._since == self._config.patience:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._stop()
 
 
 @whet.hookimpl

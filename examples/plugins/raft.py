@@ -4,7 +4,6 @@ sample a group of responses -> keep the best, if it is good enough -> maximise i
 """
 
 import numpy as np
-import torch
 from attrs import field, frozen
 
 import whet
@@ -21,23 +20,14 @@ class RaftConfig:
     """Number of responses to each prompt, of which the best one is learned."""
     at_least: float = field(default=0.0, validator=whet.between(-1e6, 1e6))
     """A best response with less reward is not learned."""
-    loss: whet.Selection = selection("losses", "raft-nll")
-    """The loss that is minimised."""
-
-
-@frozen
-class NllConfig:
-    """The mean negative logprob of all tokens that are learned."""
+    loss: whet.Selection = selection("losses", "nll")
+    """The loss that is minimised; `nll` is of `whet-sft`."""
 
 
 def facts(config, model):
     return whet.AlgorithmFacts(
         inputs=frozenset({"rollouts"}), group_size=config.group_size, groups_per_step=config.prompts_per_step
     )
-
-
-def loss_facts(config, model):
-    return whet.LossFacts(outputs_needed=frozenset({"logprobs"}))
 
 
 class Raft:
@@ -61,27 +51,6 @@ def best(batch):
     return np.isin(np.arange(batch.sequences), order[first])
 
 
-class Nll:
-    columns, outputs, weights = (), ("logprobs",), {"nll": 1.0}
-
-    def __init__(self, config):
-        pass
-
-    def counts(self, batch):
-        return {"nll": batch["loss_mask"].sum()}
-
-    def live(self, batch):
-        return batch["lengths"] > 0
-
-    def __call__(self, outputs, batch):
-        return whet.LossResult({"nll": torch.where(batch["loss_mask"], -outputs["logprobs"], 0.0).sum()})
-
-
 @whet.hookimpl
 def whet_algorithms():
     return [whet.Component("raft", RaftConfig, ":Raft", ":facts")]
-
-
-@whet.hookimpl
-def whet_losses():
-    return [whet.Component("raft-nll", NllConfig, ":Nll", ":loss_facts")]

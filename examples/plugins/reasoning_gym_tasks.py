@@ -6,9 +6,9 @@ Some scorers of reasoning-gym evaluate the answer as code, so they run in grader
 from functools import cache
 
 from attrs import frozen
-from whet_sandbox.pool import GraderPool
 
 import whet
+from whet_sandbox.pool import GraderPool
 
 
 @frozen

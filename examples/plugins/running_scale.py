@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 from attrs import field, frozen
-from whet_ops.members import members_of
 
 import whet
+from whet_ops.members import members_of
 
 
 @frozen

@@ -1,20 +1,20 @@
-"""A model that is no transformer: a table of logits [V, V], of each token after each other one. A run takes milliseconds.
+"""A model that is no transformer: a table of logits [V, V], of each token after each other one.
 
 The backend `table` trains it and the generator `table` samples from it, both with the tokenizer of `model.path`.
-It begins as the uniform distribution, and shows how little whet asks of a model.
+It begins as the uniform distribution. A step takes milliseconds.
 """
 
 import numpy as np
 import torch
 from attrs import field, frozen
 from safetensors.torch import load_file, save_file
+
+import whet
+from whet.component import import_path
 from whet_generation.serial import SerialGenerator, SerialWorker
 from whet_ops.backend_handle import WorkerBackend
 from whet_ops.backend_worker import BackendWorker
 from whet_weights.transfer import receive, send
-
-import whet
-from whet.component import import_path
 
 
 @frozen

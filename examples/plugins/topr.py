@@ -5,18 +5,17 @@ ratio of its probability now and when it was sampled, so that what the model no 
 """
 
 import torch
-from attrs import field, frozen
-from whet_ops.losses import sequence_ratio
-from whet_ops.reductions import of_tokens
+from attrs import field, frozen, validators
 
 import whet
+from whet_ops.losses import sequence_ratio
 
 
 @frozen
 class ToprConfig:
     """REINFORCE with a truncated importance weight, for bad responses only."""
 
-    max_ratio: float = field(default=1.0, validator=whet.between(0, 1e6))
+    max_ratio: float = field(default=1.0, validator=validators.ge(0))
     """Largest weight of a bad response."""
 
 
@@ -38,7 +37,8 @@ class Topr:
         return batch["advantages"] != 0
 
     def __call__(self, outputs, batch):
-        logprobs, mask, advantages = outputs["logprobs"], batch["loss_mask"], of_tokens(batch, "advantages")
+        logprobs, mask = outputs["logprobs"], batch["loss_mask"]
+        advantages = batch["advantages"].repeat_interleave(batch["lengths"])
         ratio = sequence_ratio(logprobs.detach(), batch["sampler_logprobs"], mask, batch["lengths"], product=True)
         weight = torch.where(advantages > 0, 1.0, ratio.clamp(max=self._config.max_ratio))
         total = torch.where(mask, -weight * advantages * logprobs, 0.0).sum()

@@ -50,10 +50,10 @@ class Verifiers:
 
 def conversation(data):
     """Return the messages of a task of verifiers."""
-    opening = [whet.Message("system", data.system_prompt)] if data.system_prompt else []
+    opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
-        return [*opening, whet.Message("user", data.prompt)]
-    return [*opening, *(whet.Message(message.role, message.content) for message in data.prompt)]
+        return [*opening, {"role": "user", "content": data.prompt}]
+    return [*opening, *({"role": message.role, "content": message.content} for message in data.prompt)]
 
 
 @whet.hookimpl

@@ -145,7 +145,7 @@ class AdvantagesContract:
 
 
 def _batch(rewards: Any, group: Any, episode: Any, trained: Any) -> Batch:
-    """Return a batch of sequences of one prompt token and `trained` [B] tokens to learn, with the columns of rollouts."""
+    """Return a batch of sequences of one prompt token and `trained` [B] tokens to learn, as rollouts have them."""
     rows = [
         {
             "tokens": np.ones(1 + n, np.int64),

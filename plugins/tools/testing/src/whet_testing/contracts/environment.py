@@ -167,7 +167,12 @@ class EnvironmentContract:
             assert self._play(environment, task, "I do not know.")
 
     def test_reward_weights_name_rewards_that_exist(self, environment: Environment) -> None:
-        rewards = self._play(environment, environment.tasks(self.splits[0])[0], "I do not know.")
+        task = environment.tasks(self.splits[0])[0]
+        rewards = self._play(environment, task, "I do not know.")
+        if isinstance(environment, GroupRewarding):
+            episode = self._episode(environment, task, "I do not know.", 0)
+            (further,) = asyncio.run(environment.group_rewards(task, [episode]))
+            rewards = {**rewards, **further}
         assert set(environment.reward_weights) <= set(rewards)
 
     def test_gold_answers_score_full_reward(self, environment: Environment) -> None:
