@@ -28,11 +28,9 @@ class RoleResponder:
         self, generator: "Callable[[], Generator]", chat: "Callable[[], ChatTokenizer]", max_tokens: int,
         longest: int = 0, role: str = "judge",
     ) -> None:  # fmt: skip
-        """Take functions that return the parts. The parts may not exist yet, because environments are built before
-        them.
+        """Take functions that return the parts, which are made after the environments.
 
-        `max_tokens`: longest response without another limit. `longest`: number of positions of the model, in tokens; 0:
-        unknown. `role` is the model's name in errors.
+        `max_tokens`: longest response without another limit. `longest`: positions of the model; 0: unknown.
         """
         self._generator, self._chat, self._role = generator, chat, role
         self._max_tokens, self._longest, self._ids = max_tokens, longest, itertools.count()

@@ -29,10 +29,7 @@ class OlderSelf:
     """Sends the policy's weights to one role, every few steps."""
 
     def __init__(self, role: "Role", sync: "WeightSync", folder: Path, saved: "Checkpoint | None") -> None:
-        """Take the weight sync of the role, whose ends are not connected yet. `folder` is for the role's weights.
-
-        `saved` is the checkpoint from which the run goes on.
-        """
+        """Take a weight sync without ends, a folder for the role's weights, and the checkpoint of a resumed run."""
         self.part, self.sync, self._every, self._folder = f"roles/{role.name}", sync, role.sync_every, folder
         if saved and (held := saved.part(self.part)).is_dir():
             _link(held, folder)
