@@ -70,6 +70,13 @@ def test_public_modules_are_in_the_api_reference(package):
         assert module.stem in inner or f"automodule:: whet.{package}.{module.stem}\n" in pages, module.stem
 
 
+@pytest.mark.parametrize("page", ["backends", "generators", "weights"])
+def test_every_part_for_authors_has_an_example_that_runs(page):
+    text = (DOCS / "reference" / "api" / f"{page}.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        assert "```python run\n" in section, section.partition("\n")[0]
+
+
 def test_every_contract_is_in_the_reference():
     page = (DOCS / "reference" / "contracts.md").read_text()
     for module in (ROOT / "plugins" / "tools" / "testing" / "src" / "whet_testing" / "contracts").glob("[a-z]*.py"):
