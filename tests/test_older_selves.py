@@ -76,6 +76,16 @@ def test_an_older_self_is_the_policy_of_some_steps_ago_and_resumes_bitwise(tmp_p
     assert opponents(still, 3) != opponents(through, 3), "it never got new weights"
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_resumes_where_its_checkpoint_holds_no_weights_of_the_role(tmp_path, tiny_model_folder, every):
+    """With 1 they are the policy's, with 5 still those of the start."""
+    role = {"use": "hf", "sync_every": every}
+    through = train(config(tmp_path / "through", tiny_model_folder, role, run={"steps": 3}))
+    path = config(tmp_path / "resumed", tiny_model_folder, role, run={"steps": 3, "save_every": 2})
+    train(path, "run.steps=2")
+    assert opponents(train(path), 3) == opponents(through, 3)
+
+
 def test_a_role_with_new_weights_each_step_is_the_policy(tmp_path, tiny_model_folder):
     """At temperature 0 both say the same, also after the policy has changed its mind."""
     settings = {"use": "match", "temperature": 0}

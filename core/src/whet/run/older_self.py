@@ -31,7 +31,8 @@ class OlderSelf:
     def __init__(self, role: "Role", sync: "WeightSync", folder: Path, saved: "Checkpoint | None") -> None:
         """Take a weight sync without ends, a folder for the role's weights, and the checkpoint of a resumed run."""
         self.part, self.sync, self._every, self._folder = f"roles/{role.name}", sync, role.sync_every, folder
-        if saved and (held := saved.part(self.part)).is_dir():
+        held = saved.part(self.part) if saved else None
+        if held is not None and any(held.glob("*")):  # empty: the role had the weights that it loads
             _link(held, folder)
 
     def model(self, model: "ModelInfo") -> "ModelInfo":
