@@ -20,10 +20,10 @@ import click
 
 from whet.cli.app import group
 from whet.component import KINDS, Kind
-from whet.config.explain import FieldDoc, describe, field_docs, summary
 from whet.config.sections import Config
 from whet.plugins import hookspecs
 from whet.plugins.registry import Offer, Registry, load_plugins
+from whet_start.explain import FieldDoc, describe, field_docs, summary
 from whet_testing import contracts as contract_modules
 
 ROOT = Path(__file__).resolve().parents[1]

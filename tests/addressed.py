@@ -1,9 +1,13 @@
 """Environments whose rewards have an address, or follow the group or a curriculum. A random model can learn each."""
 
+import os
+import signal
+
 from attrs import evolve, frozen
 
-from whet import Component, Task, hookimpl
+from whet import Component, EnvironmentFacts, RoleNeed, Task, hookimpl
 from whet_ops.curriculum import PassRateCurriculum
+from whet_testing.processes import descendants
 
 
 @frozen
@@ -99,6 +103,39 @@ class Climbing(Duel):
         return {"even": even, "enough": float(even >= model.episode.difficulty)}
 
 
+@frozen
+class MatchConfig:
+    """A game against a further model."""
+
+    temperature: float = 1.0
+    """Of the opponent."""
+    kill_at: int = 0
+    """The number of the episode, over the whole process, before which the opponent's process is killed; 0: none."""
+
+
+class Match(Duel):
+    """A game against an opponent that is no pupil: it is a role, with weights that stay or follow the policy."""
+
+    def __init__(self, config, roles):
+        self._opponent, self._temperature = roles["opponent"], config.temperature
+        self._left = config.kill_at
+
+    async def run(self, task, model):
+        own = share((await model.reply(task.prompt)).text)
+        self._left -= 1
+        if self._left == 0:
+            for process in descendants():
+                if process.command.endswith("opponent-0"):
+                    os.kill(process.pid, signal.SIGKILL)
+        answer = await self._opponent.reply(task.prompt, seed=model.episode.seed, temperature=self._temperature)
+        model.record("opponent", answer.text)
+        return {"won": own - share(answer.text), "even": own}
+
+
+def match_facts(config, model):
+    return EnvironmentFacts(roles={"opponent": RoleNeed(generates=True)})
+
+
 @hookimpl
 def whet_environments():
     return [
@@ -106,4 +143,5 @@ def whet_environments():
         Component("turns", TurnsConfig, ":Turns"),
         Component("ranked", Nothing, ":Ranked"),
         Component("climbing", Nothing, ":Climbing"),
+        Component("match", MatchConfig, ":Match", ":match_facts"),
     ]

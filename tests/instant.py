@@ -123,7 +123,7 @@ def whet_environments():
 
 def serve():
     """Run one config after the other; see above."""
-    for module in ("whet.run.builder", "whet.evaluation.evaluate", "whet.rollout.stream"):
+    for module in ("whet.run.builder", "whet.run.models", "whet.evaluation.evaluate", "whet.rollout.stream"):
         importlib.import_module(module)  # once, before the first fork
 
     for line in sys.stdin:

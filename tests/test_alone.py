@@ -41,8 +41,6 @@ def test_core_alone_lists_what_there_is_to_install(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["schema", "dpo"], "no installed plugin has 'dpo'; it is offered by whet-dpo: pip install whet-dpo"),
-        (["schema", "algorithms/dpo"], "there is no algorithm 'dpo'; it is offered by whet-dpo: pip install whet-dpo"),
         (["plugins", "why", "arithmetic"], "whet-env-math offers environments/arithmetic, and is not installed: pip"),
         (["plugins", "why", "whet-hf"], "whet-hf offers generators/hf, and is not installed: pip install whet-hf"),
         (

@@ -124,3 +124,31 @@ def test_check_tells_whose_answers_cannot_be_voted_on(tmp_path, small_run, whet)
     done = whet("check", config, "evaluation.environments=[{use: even, samples: 4}]")
     assert done.code == 0, done.errors
     assert "evaluation.environments.0: whether its answers can be voted on shows when it is built" in done.output
+
+
+TAKES_NO_WEIGHTS = """
+from attrs import evolve
+from whet import hookimpl
+from whet.component import Component
+from whet_hf.config import HfConfig
+from whet_hf.facts import facts
+
+def without(config, model):
+    return evolve(facts(config, model), transports=())
+
+@hookimpl
+def whet_generators():
+    return [Component("closed", HfConfig, "whet_hf.generator:HfGenerator", __name__ + ":without")]
+"""
+
+
+def test_a_generator_that_takes_no_weights_is_evaluated_and_refused_in_training(tmp_path, evaluation, whet):
+    (tmp_path / "closed.py").write_text(TAKES_NO_WEIGHTS)
+    given = ["generator=closed", f"plugins=[{tmp_path / 'closed.py'}, {HERE / 'striking.py'}]"]
+    config = evaluation(tmp_path)
+    done = whet("eval", config, *given, "--out", tmp_path / "closed")
+    assert done.code == 0, done.errors
+    assert whet("eval", config, "--out", tmp_path / "open").code == 0
+    assert records(tmp_path / "closed") == records(tmp_path / "open")
+    refused = whet("check", config, *given)
+    assert "generator: no way to hand weights over" in refused.error

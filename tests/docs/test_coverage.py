@@ -9,9 +9,9 @@ import pytest
 
 from whet.cli.app import group
 from whet.component import KINDS
-from whet.config.explain import sections, selections
 from whet.plugins import hookspecs
 from whet.plugins.registry import load_plugins
+from whet_start.explain import sections, selections
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -68,6 +68,13 @@ def test_public_modules_are_in_the_api_reference(package):
     inner = {"bounded", "files", "pieces", "spans", "templates", "tokenizer_files", "undecided"}
     for module in (ROOT / "core" / "src" / "whet" / package).glob("[a-z]*.py"):
         assert module.stem in inner or f"automodule:: whet.{package}.{module.stem}\n" in pages, module.stem
+
+
+@pytest.mark.parametrize("page", ["backends", "generators", "weights"])
+def test_every_part_for_authors_has_an_example_that_runs(page):
+    text = (DOCS / "reference" / "api" / f"{page}.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        assert "```python run\n" in section, section.partition("\n")[0]
 
 
 def test_every_contract_is_in_the_reference():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.config.explain import FieldDoc
 from whet.plugins import hookspecs
+from whet_start.explain import FieldDoc
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("whet_")]

@@ -77,9 +77,9 @@ def core_alone(folder: Path, wheels: Path) -> None:
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "plugins"))
     expect("pip install whet-demo", whet(folder, "demo", code=2))
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "check", recipe, code=1))
-    expect("pip install whet-dpo", whet(folder, "schema", "dpo", code=1))
     expect("pip install whet-dpo", whet(folder, "plugins", "why", "dpo", code=1))
     expect("pip install whet-start", whet(folder, "recipe", "learn-dpo", code=2))
+    expect("pip install whet-start", whet(folder, "schema", "dpo", code=2))
 
 
 def first_run(folder: Path, steps: str) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         FilterFacts,
         GeneratorFacts,
         LossFacts,
+        MemoryTerm,
         Problem,
+        RoleNeed,
         Selection,
     )
     from whet.config.bounds import between
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from whet.errors import ConfigError, ContextFull, DataError, WhetError
     from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts
     from whet.interfaces.backend import Backend
-    from whet.interfaces.environment import Environment, Model, SingleTurn
+    from whet.interfaces.environment import Environment, Model, Responder, SingleTurn
     from whet.interfaces.generator import Generator
     from whet.interfaces.logger import Logger, RunInfo
     from whet.interfaces.loss import Loss, LossResult
@@ -62,22 +64,14 @@ sys.meta_path.append(_PathsOfBefore)  # type: ignore[arg-type]
 __all__ = [
     "AdvantagesFacts", "Algorithm", "AlgorithmFacts", "Backend", "BackendFacts", "Batch", "Completion", "Component",
     "Config", "ConfigError", "ContextFull", "DataError", "Environment", "EnvironmentFacts", "FilterFacts", "Generator",
-    "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "Message", "Metric", "Model", "ModelInfo",
-    "OfflineParts", "OnlineParts", "Problem", "Request", "RunInfo", "Selection", "SingleTurn", "Task", "WhetError",
-    "__version__", "between", "hookimpl", "open", "selection",
+    "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "MemoryTerm", "Message", "Metric", "Model",
+    "ModelInfo", "OfflineParts", "OnlineParts", "Problem", "Request", "Responder", "RoleNeed", "RunInfo", "Selection",
+    "SingleTurn", "Task", "WhetError", "__version__", "between", "hookimpl", "open", "selection",
 ]  # fmt: skip
 _HOMES = {
     "component": (
-        "Component",
-        "Problem",
-        "Selection",
-        "AdvantagesFacts",
-        "AlgorithmFacts",
-        "BackendFacts",
-        "EnvironmentFacts",
-        "FilterFacts",
-        "GeneratorFacts",
-        "LossFacts",
+        "Component", "MemoryTerm", "Problem", "RoleNeed", "Selection", "AdvantagesFacts", "AlgorithmFacts",
+        "BackendFacts", "EnvironmentFacts", "FilterFacts", "GeneratorFacts", "LossFacts",
     ),
     "config.bounds": ("between",),
     "config.sections": ("Config", "selection"),
@@ -89,12 +83,12 @@ _HOMES = {
     "errors": ("ConfigError", "ContextFull", "DataError", "WhetError"),
     "interfaces.algorithm": ("Algorithm", "OfflineParts", "OnlineParts"),
     "interfaces.backend": ("Backend",),
-    "interfaces.environment": ("Environment", "Model", "SingleTurn"),
+    "interfaces.environment": ("Environment", "Model", "Responder", "SingleTurn"),
     "interfaces.generator": ("Generator",),
     "interfaces.logger": ("Logger", "RunInfo"),
     "interfaces.loss": ("Loss", "LossResult"),
     "run.compose": ("open",),
-}
+}  # fmt: skip
 """The module of each name, without the leading `whet.`."""
 
 

@@ -48,11 +48,11 @@ class RoleNeed:
     """Model outputs that the model must compute, e.g. `values`."""
     trained: bool = False
     """Whether the model is trained, and thus saved with the run. If not, its weights do not change."""
-    generates: bool = False
-    """Whether the model writes responses: its section chooses a generator. Only an environment can ask for this."""
     conversations: bool = False
     """Whether the model reads whole conversations of episodes. No conversation may then have more tokens than the
     model has positions."""
+    generates: bool = False
+    """Whether the model writes responses: its section chooses a generator. Only an environment can ask for this."""
 
 
 @frozen

@@ -20,9 +20,6 @@ def test_names_that_are_offered_twice_are_listed(command: Any, offers: Any, inst
     found = json.loads(command("plugins", "--json").stdout)
     assert found["contested"]["losses"]["clip"] == ["whet-again", "whet-offers"]
     assert found["components"]["losses"]["whet-offers/clip"] == "whet-offers"
-    described = command("schema", "whet-again/clip").stdout
-    assert "losses/whet-again/clip" in described
-    assert "whet-offers" not in described
 
 
 def test_json_holds_the_same(command: Any, offers: Any, install: Any) -> None:

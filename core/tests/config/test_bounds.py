@@ -1,4 +1,4 @@
-"""Every number of a config has bounds, and whoever reads about the key sees them."""
+"""Every number of a config has bounds."""
 
 import math
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 from attrs import field, frozen, validators
 
 from whet.config.bounds import above, below, between
-from whet.config.explain import describe
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
@@ -73,11 +72,3 @@ def test_an_item_that_is_out_of_bounds_is_named() -> None:
         "named.b: must be <= 9: 10",
         "loose.1: must be >= 0: -1",
     ]
-
-
-def test_bounds_are_shown() -> None:
-    shown = {doc.name: doc.allowed for doc in describe(Numbers)}
-    assert shown["bounded"] == "at least 1, at most 9"
-    assert shown["pair"] == "each item at least 0, less than 1"
-    assert shown["named"] == "each value at least 0, at most 9"
-    assert shown["perhaps"] == "more than 0, at most 9, or null"

@@ -171,8 +171,12 @@ def test_an_environment_compares_the_episodes_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda episodes: [{}], "group_rewards gave 1 items for 2 episodes"),
-        (lambda episodes: [{"won": 1.0}] * 2, "group_rewards gave the reward 'won', which the episode has already"),
+        (lambda episodes: [{}], "group_rewards gave 1 items, wanted a mapping for each of 2 episodes"),
+        (lambda episodes: None, "group_rewards gave None, wanted a mapping for each of 2 episodes"),
+        (lambda episodes: {"rank": 1.0, "won": 0.0}, r"group_rewards gave {'rank': 1.0, .*, wanted a mapping for each"),
+        (lambda episodes: [{"won": 1.0}] * 2, "gave the reward 'won', which the episode has already; rename one"),
+        (lambda episodes: [1.0] * 2, "failed once; last: environment 'game' returned 1.0, wanted a mapping of reward"),
+        (lambda episodes: [{"rank": float("inf")}] * 2, "gave the reward 'rank' = inf, wanted a finite number"),
         (lambda episodes: 1 / 0, r"task 3, group_rewards failed once; last: ZeroDivisionError"),
     ],
 )

@@ -39,7 +39,7 @@ class Parts:
             BackendHandle(self.raw[name], *self.turns.around(name)) for name in ("backend", "critic", "judge")
         )
         self.generator = GeneratorHandle(
-            self.raw["generator"], *self.turns.requests(), receiving=self.turns.took_weights
+            self.raw["generator"], *self.turns.requests(), receiving=lambda: self.turns.took_weights("generator")
         )
 
     def noted(self, role: str, handle: Any) -> Any:

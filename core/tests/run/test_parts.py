@@ -43,7 +43,7 @@ def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
         GeneratorHandle(generator, busy(spans)),
         BackendHandle(backend, timed(spans)),
         spans,
-        after=versions.append,
+        after=[versions.append],
         on_weight_update="continue",
     )
     sync(version=3)

@@ -150,6 +150,16 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, hangups, numbe
     assert signal.getsignal(number) is before
 
 
+def test_the_loop_is_stopped_after_the_step_and_saves(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told)
+    for step in steps:
+        if step.number == 2:
+            steps.stop()
+        step.finish(BATCH)
+    assert (steps.done, steps.stopped_by, told.saved) == (2, signal.SIGTERM, [2])
+
+
 def test_a_closed_terminal_is_ignored_under_nohup(tmp_path, hangups):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     steps = make(tmp_path, Told())

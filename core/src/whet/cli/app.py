@@ -11,7 +11,6 @@ from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.plugins import plugins
 from whet.cli.run import run
-from whet.cli.schema import schema
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -20,7 +19,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, evaluate, export, plugins, schema):
+for _command in (run, check, evaluate, export, plugins):
     group.add_command(_command)
 
 

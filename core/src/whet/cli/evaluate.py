@@ -12,9 +12,7 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 @click.option("--out", type=click.Path(file_okay=False), help="A folder for evaluation.json and its records.")
 @click.option("--model", type=click.Path(), help="A model folder to evaluate instead of the config's model.path.")
 @click.option("--against", type=click.Path(exists=True), help="An evaluation.json, or its folder, to compare with.")
-def evaluate(
-    config: str, overrides: tuple[str, ...], model: str | None, out: str | None, against: str | None
-) -> None:  # fmt: skip
+def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: str | None, against: str | None) -> None:
     """Evaluate a model on the environments under `evaluation` in CONFIG."""
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
@@ -23,9 +21,7 @@ def evaluate(
     registry = load_plugins()
     warn_of_broken(registry)
     other = Path(against) if against else None
-    evaluated = evaluate_config(
-        config, overrides, model=model, against=other, registry=registry, progress=Progress()
-    )  # fmt: skip
+    evaluated = evaluate_config(config, overrides, model=model, against=other, registry=registry, progress=Progress())
     click.echo(str(evaluated))  # before the files, so that it is not lost if they cannot be written
     if out:
         evaluated.write(Path(out))

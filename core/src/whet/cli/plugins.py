@@ -42,7 +42,6 @@ class Row(NamedTuple):
 def offered(registry: "Registry") -> list[Row]:
     """Return what all installed plugins offer, kind by kind."""
     from whet.component import KINDS
-    from whet.config.explain import summary
     from whet.plugins.endpoints import FEATURE, HOOK
 
     rows = []
@@ -50,10 +49,15 @@ def offered(registry: "Registry") -> list[Row]:
         for use, offer in registry.offers(kind).items():
             alike = registry.contested(kind).get(offer.component.name, [])
             others = tuple(other.distribution for other in alike if other is not offer)
-            rows.append(Row(kind, use, offer.distribution, summary(offer.component.config), offer, others))
+            rows.append(Row(kind, use, offer.distribution, _summary(offer.component.config), offer, others))
     commands = [Row("commands", command.entry.name, command.owner, command.about) for command in installed()]
     endpoints = [Row("endpoints", FEATURE, owner, "Addresses of the model.") for owner in registry.targets(HOOK)]
     return [*rows, *sorted(commands), *sorted(endpoints)]
+
+
+def _summary(cls: type) -> str:
+    """Return the first paragraph of a class's docstring on one line."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 @click.group(cls=Group, invoke_without_command=True)
@@ -204,7 +208,6 @@ def _described(one: "Mapping[str, Any]") -> "Iterator[str]":
     if one["facts"]:
         yield f"  facts       {one['facts']}"
     yield f"  keys        {one['config']}"
-    yield "              whet schema {kind}/{name}".format(**one)
 
 
 def _missing(

@@ -1,9 +1,9 @@
 """Bounds of the numbers in a config. Every number of core and of the plugins has a lower and an upper bound.
 
-A bound is a validator of attrs on the field, so that `whet schema` and the reference pages show it. The upper bounds
-are far above what anybody trains with. They refuse a number that was mistyped, or that no clock, array or optimizer can
-take. nan and infinity are refused when the config is structured. A field whose metadata has `infinite: True` takes an
-infinity where its validator has no bound: `inf` without an upper one, `-inf` without a lower one.
+A bound is a validator of attrs on the field, so that the reference pages show it. The upper bounds are far above
+what anybody trains with. They refuse a number that was mistyped, or that no clock, array or optimizer can take. nan and
+infinity are refused when the config is structured. A field whose metadata has `infinite: True` takes an infinity where
+its validator has no bound: `inf` without an upper one, `-inf` without a lower one.
 """
 
 from typing import Any

@@ -3,6 +3,7 @@
 Fields of type `Selection` hold a component chosen by `use:`; `selection(kind)` fixes its kind. A field's metadata:
 
     off         the value that switches the section off
+    or_kind     a second kind of component that the field may hold
     path        True: the value may name a file or folder
     policy      True: only for the trained model; roles that are `like: backend` do not inherit it
     infinite    True: the value may be an infinity
@@ -77,14 +78,15 @@ def _known_columns(instance: object, attribute: Any, value: dict[str, str]) -> N
         raise ValueError(f"{words}: what a column is, then its name in the file")
 
 
-def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -> Any:
+def selection(kind: Kind, default: str | None = None, *, inline: bool = False, or_kind: Kind | None = None) -> Any:
     """Return a field that holds a component of a kind, chosen by `use:`.
 
     `default` names the component that is used where the key is left out. An `inline` component takes all keys beside
-    `use:` that the class around it does not have.
+    `use:` that the class around it does not have. `or_kind` is looked at for names that `kind` does not have.
     """
     absent: Any = attrs.NOTHING if default is None else None
-    return field(metadata={"kind": kind, "default": default, "inline": inline}, default=absent, kw_only=True)
+    metadata = {"kind": kind, "default": default, "inline": inline, "or_kind": or_kind}
+    return field(metadata=metadata, default=absent, kw_only=True)
 
 
 def optional_selection(kind: Kind) -> Any:
@@ -138,14 +140,18 @@ class ModelSection:
 
 @frozen
 class RoleSection:
-    """A further model of a run, e.g. a critic or a teacher. Keys that are not named here belong to its backend."""
+    """A further model of a run, e.g. a critic or a judge. Keys that are not named here belong to its component."""
 
-    component: Selection = selection("backends", inline=True)
-    """The backend that holds the model."""
-    like: Literal["", "backend"] = ""
-    """`backend`: a key that is missing here has the value of the section `backend`, except keys of the policy alone."""
+    component: Selection = selection("backends", inline=True, or_kind="generators")
+    """The backend that holds the model, or, for a model that writes responses, the generator."""
+    like: Literal["", "backend", "generator"] = ""
+    """`backend`, `generator`: a key that is missing here has the value of that section, except keys of the policy
+    alone."""
     model: ModelSection | None = None
     """The model; by default the model that the run starts from."""
+    sync_every: int = field(default=0, validator=between(0, STEPS))
+    """For a generator: number of steps from one weight sync to the next, from the backend to this role, which is then
+    an older self of the policy. 0: its weights do not change."""
 
 
 @frozen

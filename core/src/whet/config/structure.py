@@ -258,10 +258,14 @@ class _Structurer:
             return self.refuse(at, words)
         name = value.get("use", at.metadata.get("default"))
         if name is None:
-            names = ", ".join(self.components.offers(kind)) or "none is installed"
+            kinds = filter(None, (kind, at.metadata.get("or_kind")))
+            names = ", ".join(name for one in kinds for name in self.components.offers(one)) or "none is installed"
             return self.refuse(at, f"missing `use:`, the name of the {kind_word(kind)}; known: {names}")
         if not isinstance(name, str):
             return self.refuse(at.under("use"), f"wanted text, found {found_words(name)}")
+        other, plain = at.metadata.get("or_kind"), name.rpartition("/")[2]  # of DISTRIBUTION/NAME
+        if other and plain not in self.components.offers(kind) and plain in self.components.offers(other):
+            kind = other
         try:
             offer = self.components.find(kind, name)
             taken = [key for key in _fields(offer.component.config) if key in reserved]

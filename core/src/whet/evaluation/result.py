@@ -72,9 +72,7 @@ def _figure(found: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def judge(
-    route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[EpisodeFailed]
-) -> EnvironmentResult:  # fmt: skip
+def judge(route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[EpisodeFailed]) -> EnvironmentResult:
     """Score the played episodes of an environment: for each of the first tasks, its successful episodes."""
     tasks = route.tasks()
     episodes = completed([episode for found in played for episode in found])

@@ -81,6 +81,10 @@ class Steps(Protocol):
         """Return whether `number` is the last step."""
         ...
 
+    def stop(self) -> None:
+        """End the loop after the current step, and save it, as SIGTERM does. The same command continues the run."""
+        ...
+
     def save_now(self) -> None:
         """Save a checkpoint of the last finished step, unless one exists already."""
         ...

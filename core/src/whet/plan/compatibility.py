@@ -10,9 +10,10 @@ from whet.component import (
     GeneratorFacts,
     LossFacts,
     Problem,
-)
+    RoleNeed,
+)  # fmt: skip
 from whet.config.cluster import ClusterSection
-from whet.config.sections import Config, DataSection, EnvironmentSection, RolloutSection, RunSection
+from whet.config.sections import Config, DataSection, EnvironmentSection, RoleSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.plan.evaluation import evaluation_problems
 from whet.plan.placement import gpus_apart, joins
@@ -122,15 +123,26 @@ def _epochs(
             yield Problem(f"data.validation.{i}.weight", "validation reads every record once; remove the weight")
 
 
-def _needs(algorithm: str, given: Collection[str], roles: Roles) -> Iterator[Problem]:
+def _needs(algorithm: str, given: Mapping[str, RoleSection], roles: Roles) -> Iterator[Problem]:
     """Find further models that are missing, and models that no component asks for."""
     needs = roles.needs
     for name, need in needs.items():
         if name not in given:
             wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
+            wanted = ", for responses: `use:` a generator" if need.generates else wanted
             yield Problem(f"roles.{name}", f"is missing: {algorithm} or an environment asks for it{wanted}")
             continue
-        outputs = roles.outputs_of(name)
+        if roles.algorithm.roles.get(name, RoleNeed()).generates:
+            yield Problem("algorithm", f"asks the role {name} for responses, which only an environment can do")
+            continue
+        role, outputs = roles[name], roles.outputs_of(name)
+        if need.generates != role.generates:
+            words = "a generator: it is to write responses" if need.generates else "a backend: it computes outputs"
+            yield Problem(f"roles.{name}", f"must be {words}, and {role.selection.name} is none; change `use:`")
+            continue
+        if role.sync_every and (given[name].model is not None or not role.generates):
+            why = "the role has a model of its own" if role.generates else f"{role.selection.name} is no generator"
+            yield Problem(f"roles.{name}.sync_every", f"is {role.sync_every}, but {why}; remove one of the two")
         for output in sorted(need.outputs - outputs):
             words = f"must give the model output {output!r}; it gives {', '.join(sorted(outputs))}"
             yield Problem(f"roles.{name}", words)

@@ -102,23 +102,24 @@ def _remedy(wanted: Sequence[str]) -> str:
 
 
 def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]:
-    """Return the keys that roles take over from the section `backend`, as layers below all others."""
-    roles, backend = document.get("roles"), document.get("backend")
+    """Return the keys that roles take over from the section of backend or generator, as layers below all others."""
+    roles = document.get("roles")
     for name, role in roles.items() if isinstance(roles, dict) else ():
-        if isinstance(role, dict) and role.get("like") == "backend" and backend is not None:
-            value = {"use": backend} if isinstance(backend, str) else _shareable(backend, registry)
-            yield Layer("extends", f"roles.{name}.like: backend", Document(value), ("roles", name))
+        like = role.get("like") if isinstance(role, dict) else None
+        if like in ("backend", "generator") and (section := document.get(like)) is not None:
+            value = {"use": section} if isinstance(section, str) else _shareable(section, f"{like}s", registry)
+            yield Layer("extends", f"roles.{name}.like: {like}", Document(value), ("roles", name))
 
 
-def _shareable(backend: Any, registry: Registry) -> Any:
+def _shareable(section: Any, kind: Any, registry: Registry) -> Any:
     """Leave out what is of the policy alone; a section that holds something else is refused when it is structured."""
-    use = backend.get("use") if isinstance(backend, dict) else None
+    use = section.get("use") if isinstance(section, dict) else None
     try:
-        component = registry.find("backends", str(use)).component
+        component = registry.find(kind, str(use)).component
     except PluginError:
-        return backend
+        return section
     own = {field.alias for field in fields(component.config) if field.metadata.get("policy")}
-    return {key: value for key, value in backend.items() if key not in own}
+    return {key: value for key, value in section.items() if key not in own}
 
 
 def load_files_of(path: str | Path, registry: Registry) -> list[str]:

@@ -110,14 +110,14 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
             yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
 
 
-def way_of(cluster: ClusterSection, roles: Roles) -> Way:
-    """Choose how weights travel. Raises `ConfigError`."""
-    backend, generator, inline = roles["backend"], roles["generator"], cluster.workers == "inline"
-    together = inline or roles.share("backend", "generator")
+def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator") -> Way:
+    """Choose how weights travel to a generator. Raises `ConfigError`."""
+    backend, generator, inline = roles["backend"], roles[name], cluster.workers == "inline"
+    together = inline or roles.share("backend", name)
     ranks = (backend.ranks, generator.ranks)
     # Of several ranks one sends, and reaches by reference only who shares its own process.
     same_process = together and set(ranks) == {1}
-    one_node = together and cluster.placement.get("backend", cluster.placement.get("generator"))
+    one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
     transport = choose_transport(

@@ -50,6 +50,8 @@ class Plan:
     """Reasons why the run does not fit on the machine that it was planned for, and must not be started."""
     machines: int = 1
     """How many machines it was planned for."""
+    role_ways: Mapping[str, Way] = attrs.field(factory=dict)
+    """How weights travel to further generators, those with `sync_every`."""
 
     def role(self, name: str) -> RolePlan:
         """Find a role by its name."""
@@ -74,6 +76,8 @@ class Plan:
             )
         if self.way is not None:
             lines.append(f"weights: backend -> generator by {self.way.transport}, {self.way.reason}")
+        for name, way in self.role_ways.items():
+            lines.append(f"weights: backend -> {name} by {way.transport}, {way.reason}")
         if self.turns:
             lines.append(f"take turns, asleep meanwhile: {' | '.join(map(', '.join, self.turns))}")
         lines += [_room_words(room, self.machines) for room in fullest(self.memory).values()]
@@ -121,20 +125,27 @@ def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> 
 
 
 def make_plan(
-    config: Config, model: ModelInfo, roles: Roles, machine: Machine, models: Mapping[str, ModelInfo] | None = None
-) -> tuple[Plan | None, list[Problem]]:
-    """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
+    config: Config, model: ModelInfo, roles: Roles, machine: Machine, models: Mapping[str, ModelInfo] | None = None,
+    trains: bool = True,
+) -> tuple[Plan | None, list[Problem]]:  # fmt: skip
+    """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own.
+
+    Unless it `trains`, no weights travel.
+    """
     facts, algorithm = roles.facts, roles.algorithm
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     inline, staleness = config.cluster.workers == "inline", config.rollout.max_staleness
     turns, of_turns, sleepless = find_turns(config.cluster.offload, staleness, config.endpoint.serve, roles)
     problems = [*config_problems(config, model, roles, feeds_on, models or {}), *sleepless]
-    way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
-    if config.generator is not None:
+    ways, notes = dict[str, Way](), [note for path in sorted(facts) for note in facts[path].notes]
+    for role in roles if trains else ():
         try:
-            way = way_of(config.cluster, roles)
+            if role.generates and role.sync_every:
+                ways[role.name] = way_of(config.cluster, roles, role.name)
         except ConfigError as error:
-            problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
+            problems.append(Problem("cluster.transport" if config.cluster.transport else role.path, str(error)))
+    way = ways.pop("generator", None)
+    if config.generator is not None:
         if staleness and (inline or roles.share("backend", "generator")):
             words = "backend and generator share their processes; cluster.colocate: [] sets them apart"
             why = "cluster.workers: inline keeps all in this process" if inline else words
@@ -156,7 +167,7 @@ def make_plan(
     plan = Plan(
         config.cluster.launcher, inline, placed, way, feeds_on, turns, context, imports, (*notes, *of_turns),
         warnings=() if machine.given else lacking, memory=tuple(found),
-        refusals=(*lacking, *full) if machine.given else full, machines=len(machine.nodes),
+        refusals=(*lacking, *full) if machine.given else full, machines=len(machine.nodes), role_ways=ways,
     )  # fmt: skip
     return plan, []
 

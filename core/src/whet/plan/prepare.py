@@ -108,7 +108,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     config, cluster = loaded.config, loaded.config.cluster
     model, models = find_models(config.model, config.roles)
     roles = make_roles(config, gather_facts(config, model, models))
-    plan, problems = make_plan(config, model, roles, target, models)
+    plan, problems = make_plan(config, model, roles, target, models, trains)
     problems += missing_launcher(cluster)
     interpreters, unfit = find_interpreters(cluster, roles)
     problems += unfit
@@ -183,9 +183,7 @@ def _template(given: str) -> str:
         raise ConfigError(str(error)) from error
 
 
-def find_interpreters(
-    cluster: "ClusterSection", roles: Roles
-) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
+def find_interpreters(cluster: "ClusterSection", roles: Roles) -> tuple[dict[str, Interpreter], list[Problem]]:
     """Return the Pythons of roles that do not run in the driver's, and why their workers could not run there.
 
     On a cluster of other machines, Pythons that are not here are left to the nodes.

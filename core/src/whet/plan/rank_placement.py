@@ -109,9 +109,7 @@ def _spread_out(
     cluster: ClusterSection, roles: Sequence[RolePlan], machine: Machine
 ) -> tuple[list[RankPlacement], list[str]]:
     """Place processes on machines about as a launcher does. The second list names processes without a machine."""
-    free = [
-        _Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes
-    ]  # fmt: skip
+    free = [_Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes]
     found, unplaced = list[RankPlacement](), list[str]()
     for group in dict.fromkeys(role.processes for role in roles):
         bundles = _bundles(cluster, [role for role in roles if role.processes == group])

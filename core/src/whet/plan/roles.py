@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 import attrs
 from attrs import field, frozen
 
-from whet.component import AlgorithmFacts, BackendFacts, EnvironmentFacts, Facts, RoleNeed, Selection, WorkerFacts
+from whet.component import (
+    AlgorithmFacts,
+    BackendFacts,
+    EnvironmentFacts,
+    Facts,
+    GeneratorFacts,
+    RoleNeed,
+    Selection,
+    WorkerFacts,
+)  # fmt: skip
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 
@@ -35,6 +44,13 @@ class Role:
     """Whether it is trained: the backend is, and further models that a component wants trained."""
     group: tuple[str, ...]
     """Names of the roles that share its processes, this one included."""
+    sync_every: int = 0
+    """Steps from one weight sync to the next; 0: its weights do not change."""
+
+    @property
+    def generates(self) -> bool:
+        """Return whether its component is a generator."""
+        return isinstance(self.facts, GeneratorFacts)
 
 
 @frozen
@@ -118,7 +134,8 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
 def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
     """Return the table of roles. `facts` are by path into the config."""
     cluster, needs = config.cluster, _needs(facts)
-    sharing = _sharing(cluster, list(config.roles), bool(config.rollout.max_staleness))
+    holding = [name for name, role in config.roles.items() if role.component.kind == "backends"]
+    sharing = _sharing(cluster, holding, bool(config.rollout.max_staleness))
     generator = ["generator"] if config.generator is not None else []
     names = list(dict.fromkeys(["backend", *generator, *config.roles]))
     roles = {}
@@ -132,7 +149,8 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
         trained = name == "backend" or needs.get(name, RoleNeed()).trained
         shared = next((group for group in sharing if name in group), (name,))
         group = tuple(role for role in shared if role in names)
-        roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group)
+        every = config.roles[name].sync_every if name in config.roles else int(name == "generator")
+        roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group, every)
     known = tuple(dict.fromkeys(["backend", "generator", *config.roles]))
     return Roles(facts, roles, needs, sharing, known, dict(selections(config)))
 
@@ -148,13 +166,14 @@ def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
                 before.outputs | need.outputs,
                 before.trained or need.trained,
                 before.conversations or need.conversations,
+                before.generates or need.generates,
             )
     return needs
 
 
 def _sharing(cluster: ClusterSection, further: Sequence[str], overlaps: bool) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of `cluster.colocate`. By default all roles of one Python share; with staleness, all but the
-    generator.
+    """Return the groups of `cluster.colocate`. By default all roles of one Python share, except `further` generators;
+    with staleness, except the generator, too.
     """
     if cluster.colocate is not None:
         return tuple(map(tuple, cluster.colocate))

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 
 from whet.data.records import Task
-from whet.errors import WhetError, in_words
+from whet.errors import EpisodeError, WhetError, in_words
 from whet.interfaces.environment import Adaptive
 from whet.rollout.routing import Route
 from whet.rollout.staleness import Slot
@@ -14,6 +15,11 @@ class Curricula:
     """Asks and informs the environments that have a curriculum. An exception of theirs ends the stream by `fail`."""
 
     def __init__(self, routes: Sequence[Route], fail: Callable[[BaseException, BaseException], None]) -> None:
+        for route in routes:
+            missing = [name for name in ("difficulty", "adapted", "observe") if not hasattr(route.environment, name)]
+            if len(missing) == 1:
+                words = f"environment {route.name!r} has a curriculum without the method `{missing[0]}`"
+                raise WhetError(f"{words}; add it as `whet.interfaces.environment.Adaptive` documents it")
         self._routes, self._fail = routes, fail
         self._adaptive = {i: e for i, route in enumerate(routes) if isinstance(e := route.environment, Adaptive)}
 
@@ -22,12 +28,21 @@ class Curricula:
         found = None
         if route in self._adaptive:
             with self._asking(route):
-                found = float(self._adaptive[route].difficulty())
+                given = self._adaptive[route].difficulty()
+                if not hasattr(given, "__float__") or not isfinite(given):
+                    raise EpisodeError(f"`difficulty` returned {given!r:.60}, wanted a finite number")
+                found = float(given)
         return found
 
     def adapted(self, slot: Slot, task: Task) -> Task:
         """Return the task of a group at its difficulty."""
-        return task if slot.difficulty is None else self._adaptive[slot.route].adapted(task, slot.difficulty)
+        if slot.difficulty is None:
+            return task
+        found: object = self._adaptive[slot.route].adapted(task, slot.difficulty)
+        if not isinstance(found, Task):
+            words = f"`adapted` returned {found!r:.60} at difficulty {slot.difficulty:g}, wanted a Task"
+            raise EpisodeError(f"{words}; where `run` alone follows the difficulty, return the task unchanged")
+        return found
 
     def observe(self, ended: Sequence[Slot]) -> None:
         """Show each curriculum the groups of its environment that were consumed."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 
 from attrs import evolve, field, frozen
@@ -71,8 +71,9 @@ class Player(Sequences):
         try:
             async with self._time_limit():
                 given = await environment.group_rewards(assignment.task, tuple(episodes))
-            if len(given) != len(episodes):
-                raise EpisodeError(f"group_rewards gave {len(given)} items for {len(episodes)} episodes")
+            if not isinstance(given, Sequence) or len(given) != len(episodes):
+                found = f"{len(given)} items" if isinstance(given, Sequence) else repr(given)[:60]
+                raise EpisodeError(f"group_rewards gave {found}, wanted a mapping for each of {len(episodes)} episodes")
             further = [checked_rewards(one, assignment.route.name, further=True) for one in given]
             return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
         except WorkerError:

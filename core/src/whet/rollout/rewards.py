@@ -71,7 +71,7 @@ def _rewarded(
 def with_rewards(episode: Episode, further: Mapping[str, float], weights: Mapping[str, float]) -> Episode:
     """Return an episode with further rewards of the whole episode. Raise `EpisodeError` if it has one of them."""
     if taken := sorted(further.keys() & episode.rewards.keys()):
-        raise EpisodeError(f"group_rewards gave the reward {taken[0]!r}, which the episode has already")
+        raise EpisodeError(f"group_rewards gave the reward {taken[0]!r}, which the episode has already; rename one")
     added = total_reward(further, weights)
     sequences = [
         t if t.rewards is None else evolve(t, rewards={**t.rewards, **further}, reward=t.reward + added)

@@ -57,8 +57,7 @@ class RoleScorer:
         longest: int = 0,
         role: str = "judge",
     ) -> None:
-        """Take functions that return the parts. The parts may not exist yet, because environments are built before
-        them.
+        """Take functions that return the parts, which are made after the environments.
 
         `longest`: number of positions of the model, in tokens; 0: unknown. `role` is the model's name in errors.
         """

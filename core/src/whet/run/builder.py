@@ -7,40 +7,34 @@ build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weigh
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import Factory, frozen
 
 from whet.component import AdvantagesFacts, Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
-from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import Event, RunInfo
 from whet.interfaces.state import Components
-from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.registry import validate
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.evaluator import make_evaluator
-from whet.run.handles import Around, BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
-from whet.run.inputs import Inputs, read_inputs
-from whet.run.interrupts import Interrupts
-from whet.run.observers import Observers
-from whet.run.recovery import Recovery
-from whet.run.resume import Opened, open_run
-from whet.run.run_folder import RunFolder
+from whet.run.handles import BackendHandle, TimedRollouts, timed
+from whet.run.inputs import read_inputs
+from whet.run.models import Attempt, Begun, Models, start_models
+from whet.run.resume import open_run
 from whet.run.stall_monitor import StallMonitor
-from whet.run.start_workers import WorkerGroups, build_groups, make_worker_groups, start_roles
+from whet.run.start_workers import make_worker_groups
 from whet.run.startup_time import Startup
-from whet.run.weight_sync import WeightSync, make_probe, make_weight_sync
+from whet.run.weight_sync import make_probe
 
 log = logging.getLogger(__name__)
 
@@ -48,65 +42,10 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
-    from whet.interfaces.backend import Backend
     from whet.interfaces.weights import Probe
-    from whet.interfaces.workers import WorkerGroup
-    from whet.rollout.event_loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
     from whet.rollout.stream import RolloutStream
     from whet.run.steps import Sinks
-
-
-@frozen(eq=False)
-class Attempt:
-    """The things that all parts of one run attempt, or of a job beside a run, share."""
-
-    folder: RunFolder
-    observers: Observers
-    closers: list[Callable[[], None]]
-    """Close what was built; called in reverse order."""
-    recovery: Recovery
-    interrupts: Interrupts = Factory(Interrupts)
-    again: bool = False
-    """Whether this process has built the run before, and lost its workers."""
-    spans: Spans = Factory(Spans)
-    roles: dict[str, BackendHandle] = Factory(dict)
-    """Further models, by name, once they are started."""
-
-
-@frozen(eq=False)
-class Begun:
-    """The parts of a run that exist before any model is started."""
-
-    worker_groups: WorkerGroups
-    stalls: StallMonitor
-    inputs: Inputs
-    run: Opened
-    info: RunInfo
-    startup: Startup
-
-
-@frozen(eq=False)
-class Models:
-    """The models of a run with the handles by which the driver calls them."""
-
-    built: Mapping[str, Any]
-    """By role, as their components built them."""
-    turns: Turns
-    loop: "EpisodeLoop"
-    backend: BackendHandle
-    generator: GeneratorHandle | None
-    trained: "Mapping[str, Backend]"
-    """The models that a checkpoint saves, by the names of their folders in it."""
-
-    def within_turn(self, *around: Around) -> BackendHandle:
-        """Return a handle of the backend whose calls wait for its turn, and are made inside of `around`."""
-        return BackendHandle(self.built["backend"], *self.turns.around("backend"), *around)
-
-    def probe(self, requests: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine that asks the generator for completions past the gate, at the generator's turn."""
-        self.turns.probing()
-        return self.loop.run(requests)
 
 
 def begin(prepared: Prepared, attempt: Attempt) -> Begun:
@@ -147,11 +86,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     attempt.observers.load(saved.get("loggers", {}))
     components = Components(saved.get("components", {}))
     folder.journal("opened", after_step=run.done, steps=run.total, process=os.getpid())
-    sync = make_weight_sync(
-        prepared.plan.way, folder.scratch, config.cluster, begun.worker_groups.cluster, attempt.spans,
-        config.rollout.on_weight_update, attempt.closers,
-    ) if prepared.plan.way else None  # fmt: skip
-    models = _start_models(prepared, attempt, begun, sync)
+    models, sync = start_models(prepared, attempt, begun)
     if run.saved:
         with attempt.spans.phase("backend", "load"):
             for name, model in models.trained.items():
@@ -164,8 +99,10 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
             config.weight_sync.probe, config.run.seed, config.rollout.temperature, prepared.plan.max_context, roles,
             prepared.model, models.within_turn(), models.built["generator"], inputs.chat, models.probe,
         )  # fmt: skip
-        after = stream.set_version if stream else (lambda version: None)
-        sync.connect(models.backend, models.generator, before=models.turns.training, after=after, probe=probe)
+        sync.connect(
+            models.backend, models.generator, before=models.turns.training, probe=probe,
+            after=[*(role.follow for role in models.older), *([stream.set_version] if stream else [])],
+        )  # fmt: skip
     evaluate: Callable[[int], Metrics] = lambda step: {}  # noqa: E731
     if inputs.evaluation:
         status = attempt.observers.status
@@ -184,7 +121,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         saved.get("algorithm", {}), attempt.interrupts,
     )  # fmt: skip
     attempt.closers.append(steps.close)
-    for handle in (models.backend, *attempt.roles.values()):
+    backends = {name: handle for name, handle in attempt.roles.items() if isinstance(handle, BackendHandle)}
+    for handle in (models.backend, *backends.values()):
         handle.now = lambda: {"step": steps.done + 1, "steps": steps.total}
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
@@ -193,7 +131,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         "keep": components.keep,
         "hooks": attempt.observers.hooks,
         "backend": models.backend,
-        "roles": attempt.roles,
+        "roles": backends,
         "generator": models.generator,
         "chat": inputs.chat,
         "loss": to_spec(loss) if isinstance(loss, Selection) else Spec(""),
@@ -214,68 +152,6 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         models.turns.generation,
     )  # fmt: skip
     return OnlineParts(**common, rollouts=rollouts)
-
-
-def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: WeightSync | None) -> Models:
-    """Start the workers of all roles. Roles that take turns sleep until their turn comes."""
-    from whet.rollout.event_loop import EpisodeLoop
-
-    loop, spans, worker_groups = EpisodeLoop(), attempt.spans, begun.worker_groups
-    begun.stalls.episodes = loop.where
-    turns = Turns(prepared.plan.turns, spans, loop)
-    attempt.closers.append(turns.close)
-    try:
-        built = start(prepared, attempt, prepared.roles.names, worker_groups.of, begun.info, sync, turns)
-    finally:
-        attempt.closers.append(loop.close)
-    if worker_groups.cluster is not None:
-        spans.add(worker_groups.cluster.launcher.preparations())
-    backend = BackendHandle(built["backend"], *turns.around("backend"), timed(spans))
-    generator = GeneratorHandle(
-        built["generator"], *turns.requests(), busy(spans), receiving=turns.took_weights
-    ) if "generator" in built else None  # fmt: skip
-    further = {f"roles/{name}": one for name, one in attempt.roles.items() if prepared.roles[name].trained}
-    return Models(built, turns, loop, backend, generator, {"backend": backend, **further})
-
-
-def start(
-    prepared: Prepared, attempt: Attempt, roles: Sequence[str], group_of: "Callable[[str], WorkerGroup]",
-    info: RunInfo, sync: WeightSync | None = None, turns: Turns | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
-
-    `turns`: each role sleeps as soon as it is started. `sync`: what a generator's new replicas get their weights from.
-    """
-    asked = prepared.roles.asked_by("")
-    replacing = attempt.recovery.replacing(sync.resync if sync else None)
-
-    def build(role: str) -> Any:
-        context = RoleContext(
-            worker_group=attempt.observers.hooks.whet_worker_group(role=role, group=group_of(role)),
-            model=prepared.models.get(role, prepared.model),
-            run=info,
-            seed=prepared.config.run.seed,
-            scratch=attempt.folder.scratch.resolve(),
-            status=attempt.observers.status,
-            # With another chat template or tokenizer, a text may have more tokens than it has for the policy.
-            max_context=0 if role in asked else prepared.plan.max_context,
-            trained=role == "generator" or prepared.roles[role].trained,
-            replacing=replacing,
-        )
-        attempt.observers.status(f"{role} to start")
-        with attempt.spans.phase(role, "start"):
-            handle = build_selection(prepared.roles[role].selection, context)
-        if turns is not None:
-            turns.join(role, handle)
-        return handle
-
-    groups = [roles] if prepared.plan.inline else build_groups(map(prepared.plan.role, roles))
-    built = start_roles(roles, groups, build, attempt.closers)
-    for role in roles:
-        if role in prepared.config.roles:
-            around = turns.around(role) if turns is not None else ()
-            attempt.roles[role] = BackendHandle(built[role], *around, timed(attempt.spans, role))
-    return built
 
 
 def _stream(
@@ -361,7 +237,8 @@ def _sinks(
         state = {**position, "algorithm": carried, "identity": begun.run.fingerprint}
         if data is not None and records_per_step is not None:
             state["data"] = data.position(step, records_per_step)
-        checkpoint.save_models(attempt.folder, step, state, models.trained, keep)
+        older = {one.part: one.save for one in models.older}
+        checkpoint.save_models(attempt.folder, step, state, models.trained, keep, older)
 
     def gather() -> Metrics:
         others = [stream.metrics() if stream else {}, probe.metrics() if probe else {}]

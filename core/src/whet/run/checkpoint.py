@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -42,10 +43,13 @@ class Checkpoint:
 
 
 def save_models(
-    run: RunFolder, step: int, state: Mapping[str, Any], models: "Mapping[str, Backend]", keep: int
-) -> None:
-    """Write a checkpoint of a step, and remove all but the last `keep`. `models` are named by their subfolders."""
-    write(run, step, state, {name: _saving(model) for name, model in models.items()})
+    run: RunFolder, step: int, state: Mapping[str, Any], models: "Mapping[str, Backend]", keep: int,
+    further: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Write a checkpoint of a step, and remove all but the last `keep`. `models` are named by their subfolders, as the
+    functions in `further` are.
+    """
+    write(run, step, state, {**{name: _saving(model) for name, model in models.items()}, **further})
     prune(run, keep)
     run.journal("saved", step=step)
 

@@ -85,10 +85,10 @@ class Turns:
         """Return the gate at which requests wait for the generator's turn; empty where it takes no turns."""
         return (lambda: self.gate,) if self.sides else ()
 
-    def took_weights(self) -> None:
-        """Remember that the generator holds weights, if it slept."""
-        if self._states.get("generator") == "asleep":
-            self._states["generator"] = "weights"
+    def took_weights(self, role: str) -> None:
+        """Remember that a generator holds weights, if it slept."""
+        if self._states.get(role) == "asleep":
+            self._states[role] = "weights"
 
     def close(self) -> None:
         """Wake all threads that wait for a turn: none comes any more."""

@@ -19,9 +19,10 @@ from whet.errors import WhetError, WorkerLost
 from whet.interfaces.algorithm import Parts
 from whet.plan.prepare import Prepared, prepare
 from whet.run import checkpoint
-from whet.run.builder import Attempt, begin, build_parts
+from whet.run.builder import begin, build_parts
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
+from whet.run.models import Attempt
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.resume import held_fingerprint, nothing_left, refuse_another, run_fingerprint

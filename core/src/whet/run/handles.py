@@ -48,7 +48,7 @@ def timed(spans: Spans, role: str = "backend", names: Mapping[str, str] = PHASES
     return lambda method: spans.phase(role, names[method]) if method in names else nullcontext()
 
 
-def busy(spans: Spans) -> AroundRequest:
+def busy(spans: Spans, role: str = "generator") -> AroundRequest:
     """Return a function that records one span from the first running request to the last completion."""
     running, span = 0, ExitStack()
 
@@ -56,7 +56,7 @@ def busy(spans: Spans) -> AroundRequest:
     async def request() -> AsyncIterator[None]:
         nonlocal running
         if running == 0:
-            span.enter_context(spans.phase("generator", "generate"))
+            span.enter_context(spans.phase(role, "generate"))
         running += 1
         try:
             yield

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from whet.config.sections import EnvironmentSection
     from whet.data.chat import ChatTokenizer
     from whet.data.spans import Spans
-    from whet.interfaces.backend import Backend
     from whet.interfaces.data import OfflineData
     from whet.interfaces.environment import Responder, Scorer
 
@@ -40,7 +39,7 @@ class Inputs:
 
 
 def read_inputs(
-    prepared: Prepared, began: datetime, roles: "Mapping[str, Backend]", spans: "Spans", status: Callable[[str], None],
+    prepared: Prepared, began: datetime, roles: Mapping[str, Any], spans: "Spans", status: Callable[[str], None],
     closers: list[Callable[[], None]], *, training: bool = True, evaluation: bool = True,
 ) -> Inputs:  # fmt: skip
     """Open the inputs of a run: of training, of evaluation, or of both.
@@ -59,11 +58,15 @@ def read_inputs(
             _ = chat.template  # one that is missing or cannot be read would fail every episode
         return chat
 
-    def scorer(role: str) -> "Scorer":
+    def role_for(name: str) -> "Scorer | Responder":
+        from whet.rollout.responder import RoleResponder
         from whet.rollout.scorer import RoleScorer
 
-        longest = prepared.models.get(role, prepared.model).max_positions
-        made = RoleScorer(partial(roles.__getitem__, role), cache(partial(chat_of, role)), longest, role)
+        longest = prepared.models.get(name, prepared.model).max_positions
+        handle, chat = partial(roles.__getitem__, name), cache(partial(chat_of, name))
+        if prepared.roles[name].generates:
+            return RoleResponder(handle, chat, config.rollout.max_tokens, longest, name)
+        made = RoleScorer(handle, chat, longest, name)
         closers.append(made.close)
         return made
 
@@ -71,7 +74,9 @@ def read_inputs(
         for i, entry in enumerate(entries):
             needs = facts[f"{path}.{i}"].roles
             route = build_route(
-                entry, entry.split or DEFAULT_SPLIT[path], *([{role: scorer(role) for role in needs}] if needs else [])
+                entry,
+                entry.split or DEFAULT_SPLIT[path],
+                *([{name: role_for(name) for name in needs}] if needs else []),
             )
             closers.append(route.environment.close)
             yield route

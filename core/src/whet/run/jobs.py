@@ -21,10 +21,10 @@ from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
-from whet.run.builder import Attempt, start
 from whet.run.evaluator import make_evaluator
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
+from whet.run.models import Attempt, start
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.run_folder import RunFolder, closing_all
@@ -90,9 +90,7 @@ def evaluate(
         roles = ["generator", *prepared.roles.asked_by("evaluation.environments")]
         prepared.refuse_elsewhere(*roles)
         status, began = attempt.observers.status, attempt.folder.began()
-        inputs = read_inputs(
-            prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False
-        )  # fmt: skip
+        inputs = read_inputs(prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False)
         generator = _start(prepared, attempt, roles)["generator"]
         endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
         result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()

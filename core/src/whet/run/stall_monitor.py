@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LOOKS = 8
 """How often a wait is looked at before it is reported."""
 SLOWEST_LOOK_SECONDS = 5.0
-BACKGROUND = frozenset({("generator", "generate")})
+BACKGROUND = frozenset({"generate"})
 """Phases that go on in the background. The driver does not wait for them."""
 DEEPEST_STACK = 12
 
@@ -50,7 +50,7 @@ class StallMonitor:
 
     def look(self) -> None:
         """Report the waits that are due."""
-        waits = [wait for wait in self._spans.under_way() if (wait.role, wait.phase) not in BACKGROUND]
+        waits = [wait for wait in self._spans.under_way() if wait.phase not in BACKGROUND]
         alive = {(wait.role, wait.phase, wait.since) for wait in waits}
         self._told = {wait: seconds for wait, seconds in self._told.items() if wait in alive}
         due = []

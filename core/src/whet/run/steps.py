@@ -134,6 +134,10 @@ class Steps:
                     raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
             self.save_now()
 
+    def stop(self) -> None:
+        """See `whet.interfaces.algorithm.Steps.stop`."""
+        self.stopped_by = self.stopped_by or signal.SIGTERM
+
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
         """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
         self._before = merging.merge([self._before, metrics])

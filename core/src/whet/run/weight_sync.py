@@ -6,7 +6,7 @@ sync.resync(give)   between two of them: one replica that came back receives the
 
 import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -58,12 +58,12 @@ class WeightSync:
 
     def connect(
         self, backend: "Backend", generator: "Generator", *, before: Callable[[], None] = lambda: None,
-        after: Callable[[int], None] = lambda version: None, probe: "Probe | None" = None,
+        after: Sequence[Callable[[int], None]] = (), probe: "Probe | None" = None,
     ) -> None:  # fmt: skip
         """Take both ends, once they are started.
 
-        `before` is called before each sync, outside of what a resync waits for. `after` is called with each version
-        that was sent.
+        `before` is called before each sync, outside of what a resync waits for. The functions of `after` are called
+        with each version that was sent.
         """
         self._backend, self._generator, self._before, self._after = backend, generator, before, after
         self._probe = probe
@@ -87,7 +87,8 @@ class WeightSync:
             if self._probe is not None and self._probe.due(version):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version)
-        self._after(version)
+        for call in self._after:
+            call(version)
 
     def resync(self, give: "Give") -> None:
         """Send the weights of the last sync to one receiver again: call `give` with its transfer and its proof.
@@ -105,10 +106,10 @@ class WeightSync:
 
 
 def make_weight_sync(
-    way: "Way", scratch: Path, section: "ClusterSection", cluster: "Cluster | None", spans: Spans,
-    on_weight_update: "OnWeightUpdate", closers: list[Callable[[], None]],
+    way: "Way", folder: Path, *, section: "ClusterSection", cluster: "Cluster | None", spans: Spans,
+    closers: list[Callable[[], None]], on_weight_update: "OnWeightUpdate" = "drain",
 ) -> WeightSync:  # fmt: skip
-    """Return the weight sync of one attempt, whose ends are not connected yet. Files are written below `scratch`."""
+    """Return the weight sync of one attempt, whose ends are not connected yet. Files are written to `folder`."""
     points = {point.name: point for point in entry_points(group="whet.transports")}
     if way.transport not in points:
         found = ", ".join(sorted(points)) or "none"
@@ -117,7 +118,7 @@ def make_weight_sync(
         )
     recovery = section.recovery
     spec = TransferSpec(
-        way.transport, str(scratch.resolve() / "weights"), "", 0, senders=way.senders, receivers=way.receivers,
+        way.transport, str(folder.resolve()), "", 0, senders=way.senders, receivers=way.receivers,
         timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
     )  # fmt: skip
     address = cluster.launcher.address if cluster else lambda: "127.0.0.1"

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from whet.data.records import Episode, Group
+from whet.errors import CheckpointError
 from whet_ops.curriculum import PassRateCurriculum
 
 
@@ -41,7 +42,21 @@ def test_a_resumed_curriculum_decides_as_if_it_had_never_stopped() -> None:
         assert second.state() == straight.state()
 
 
-@pytest.mark.parametrize("wrong", [{"lowest": 3, "highest": 2}, {"up": 0.2, "down": 0.2}, {"window": 0}, {"step": 0.0}])
-def test_bounds_that_cannot_hold_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="wanted lowest <= highest"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lowest": 3, "highest": 2}, "lowest is 3 and highest is 2, wanted lowest <= highest"),
+        ({"up": 0.2, "down": 0.2}, "down is 0.2 and up is 0.2, wanted 0 <= down < up <= 1"),
+        ({"window": 0}, "window is 0, wanted at least 1 group"),
+        ({"step": float("nan")}, "step is nan, wanted a number above 0"),
+    ],
+)
+def test_bounds_that_cannot_hold_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"PassRateCurriculum: {message}"):
         PassRateCurriculum(**{"lowest": 1, "highest": 2, **wrong})
+
+
+@pytest.mark.parametrize("state", [{}, {"difficulty": "high", "rates": []}, {"difficulty": 2, "rates": None}], ids=repr)
+def test_the_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"PassRateCurriculum: the saved state is .*, wanted `difficulty` and"):
+        PassRateCurriculum(1, 2).load(state)

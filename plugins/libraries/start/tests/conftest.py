@@ -32,6 +32,8 @@ class Loop:
     """How many."""
     loss: Selection = selection("losses", default="clip")
     """What is minimised."""
+    filters: list[Selection] = field(factory=list, metadata={"kind": "filters", "default": None})
+    """What is dropped."""
 
 @frozen
 class Optimizer:

@@ -75,6 +75,7 @@ MUTANTS = [
     ("import frozen", "import define as frozen", "test_configs_are_frozen_attrs_classes"),
     ("        '''How often.'''\n", "", "test_every_field_of_a_config_is_documented_beneath_it"),
     ("often: int = 3", "often: object = object()", "test_configs_go_to_a_worker_and_arrive_as_they_were"),
+    ("often", "use", "test_keys_of_a_config_are_free"),
     ("MODULE:Thing", "MODULE:Think", "test_targets_can_be_imported_and_called"),
     ("return Facts(", "return dict(", "test_facts_are_facts"),
 ]  # fmt: skip
@@ -85,6 +86,30 @@ def test_the_contract_catches(contract: ComponentContract, tmp_path: Path, old: 
     write(contract, tmp_path, old, new)
     with pytest.raises(Exception):  # noqa: B017  pluggy, whet and the assertions all have their own
         getattr(contract, rule)()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "section"),
+    [
+        *(
+            ("environments", key, "EnvironmentSection")
+            for key in ("name", "split", "weight", "samples", "limit", "pass_at")
+        ),
+        ("backends", "like", "RoleSection"),
+        ("backends", "model", "RoleSection"),
+        ("loggers", "weight", ""),
+        ("environments", "component", ""),
+    ],
+)
+def test_a_key_of_a_section_is_no_key_of_a_component(
+    contract: ComponentContract, tmp_path: Path, kind: str, key: str, section: str
+) -> None:
+    contract.hooks += f"_{kind}_{key}"
+    source = textwrap.dedent(GOOD).replace("MODULE", contract.hooks)
+    (tmp_path / f"{contract.hooks}.py").write_text(source.replace("often", key).replace("loggers", kind))
+    words = rf"Config\.{key} of the component good-one can never be set: .* `{key}` of {section} in whet; rename"
+    with pytest.raises(AssertionError, match=words) if section else nullcontext():
+        contract.test_keys_of_a_config_are_free()
 
 
 LOSS = """

@@ -105,6 +105,14 @@ class WrongWeights(SingleTurn):
         return {"corect": 1.0}
 
 
+class HalfCurriculum(SingleTurn):
+    def difficulty(self) -> float:
+        return 1.0
+
+    def adapted(self, task: Task, difficulty: float) -> Task:
+        return task
+
+
 class ClosedOnce(SingleTurn):
     closed = False
 
@@ -225,6 +233,11 @@ SILENT: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}),
         "test_splits_have_tasks_of_their_own",
         r"20 of 20 tasks of a split are in both 'train' and 'test'.*raise `largest_shared`",
+    ),
+    "a curriculum that learns nothing": (
+        lambda: two(HalfCurriculum),
+        "test_a_curriculum_changes_tasks_and_not_the_split",
+        r"it has a curriculum without the method `observe`, so a run would refuse it",
     ),
     "a hundredth of a second asleep": (
         lambda: sums(correct=hiding),

@@ -134,7 +134,8 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
     done = packages.run("-m", "whet.cli", "run", "it.yaml", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
-    assert {row.split(",")[0] for row in rows if ",ratio/mean," in row} == {"1", "2"}
+    for name in ("ratio/mean", "responses/different"):
+        assert {row.split(",")[0] for row in rows if f",{name}," in row} == {"1", "2"}
     assert (tmp_path / "run" / "my-hook.txt").read_text().endswith(" at step 1\n")
     assert any(",reward/my-reward," in row for row in rows)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.data.records import Episode, Group
+from whet.errors import CheckpointError
 
 
 class PassRateCurriculum:
@@ -26,11 +27,14 @@ class PassRateCurriculum:
         passes: Callable[[Episode], bool] = lambda episode: episode.reward >= 1.0,
     ) -> None:
         """Begin at `lowest`. Raises `ValueError` for bounds that cannot hold."""
-        if not lowest <= highest or not 0 <= down < up <= 1 or window < 1 or step <= 0:
-            raise ValueError(
-                f"wanted lowest <= highest, 0 <= down < up <= 1, window >= 1 and step > 0; found {lowest}, {highest}, "
-                f"{down}, {up}, {window}, {step}"
-            )
+        for holds, found, wanted in (
+            (lowest <= highest, f"lowest is {lowest} and highest is {highest}", "lowest <= highest"),
+            (0 <= down < up <= 1, f"down is {down} and up is {up}", "0 <= down < up <= 1"),
+            (window >= 1, f"window is {window}", "at least 1 group"),
+            (step > 0, f"step is {step}", "a number above 0"),
+        ):
+            if not holds:
+                raise ValueError(f"PassRateCurriculum: {found}, wanted {wanted}")
         self._lowest, self._highest, self._step = lowest, highest, step
         self._up, self._down, self._window, self._passes = up, down, window, passes
         self._difficulty, self._rates = lowest, list[float]()
@@ -60,5 +64,9 @@ class PassRateCurriculum:
         return {"difficulty": self._difficulty, "rates": list(self._rates)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._difficulty, self._rates = float(state["difficulty"]), [float(rate) for rate in state["rates"]]
+        """Continue from a state. Raises `CheckpointError` for what `state` did not return."""
+        try:
+            self._difficulty, self._rates = float(state["difficulty"]), [float(rate) for rate in state["rates"]]
+        except (KeyError, TypeError, ValueError) as error:
+            words = "wanted `difficulty` and `rates`; it is of another environment, so start a new run"
+            raise CheckpointError(f"PassRateCurriculum: the saved state is {state!r:.120}, {words}") from error

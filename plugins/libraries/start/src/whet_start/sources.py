@@ -8,12 +8,12 @@ import attrs
 from attrs import frozen
 
 from whet.component import Selection
-from whet.config.explain import REQUIRED, describe
 from whet.config.messages import a_kind, choice_words, nearest
 from whet.config.structure import unstructure
 from whet.errors import ConfigError
 from whet.plan.layers import KeyPath, Layer, Origin, origins_of, stages
 from whet.plan.load import Loaded
+from whet_start.explain import REQUIRED, describe
 
 
 @frozen

@@ -8,8 +8,8 @@ import textwrap
 
 import attrs
 
-from whet.config.explain import allowed, walk
 from whet.config.messages import type_words
+from whet_start.explain import allowed, walk
 
 
 def undocumented_fields(cls: type) -> list[str]:

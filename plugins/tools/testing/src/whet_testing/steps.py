@@ -66,6 +66,10 @@ class WatchedSteps:
         """Return whether no step follows this step."""
         return number >= self._last
 
+    def stop(self) -> None:
+        """End the loop after the current step."""
+        self._last = self.done + 1
+
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
         """Record the metrics from before the first step."""
         self._watch.note("start", value=metrics)

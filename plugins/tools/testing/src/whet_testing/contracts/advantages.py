@@ -4,14 +4,16 @@
         def make(self) -> GroupMean:
             return GroupMean(GroupMeanConfig())
 
-An estimator is a function of a batch. It reads the columns `reward`, `group` and `episode` [B]. It returns an advantage
-for each sequence [B] or for each token [N].
+An estimator is a function of a batch of rollouts. It returns an advantage for each sequence [B] or for each token [N].
+The batches of the tests have the columns of every batch of rollouts. An estimator that reads others, such as
+`greedy_reward` or `reward:NAME`, adds them in `called`.
 """
 
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
 from whet.interfaces.state import Stateful
@@ -143,11 +145,23 @@ class AdvantagesContract:
 
 
 def _batch(rewards: Any, group: Any, episode: Any, trained: Any) -> Batch:
-    """Return a batch of sequences of one prompt token and `trained` [B] tokens to learn."""
-    rows = [{"tokens": np.ones(1 + n, np.int64), "loss_mask": np.arange(1 + n) > 0} for n in trained]
-    return from_sequences(rows, prompt_lengths=[1] * len(rows), group=group, episode=episode).with_columns(
-        reward=rewards
-    )
+    """Return a batch of sequences of one prompt token and `trained` [B] tokens to learn, as rollouts have them."""
+    rows = [
+        {
+            "tokens": np.ones(1 + n, np.int64),
+            "loss_mask": np.arange(1 + n) > 0,
+            "sampler_logprobs": np.where(np.arange(1 + n) > 0, -1.0, 0.0).astype(np.float32),
+            "version": np.where(np.arange(1 + n) > 0, 0, -1).astype(np.int32),
+        }
+        for n in trained
+    ]
+    batch = from_sequences(rows, prompt_lengths=[1] * len(rows), group=group, episode=episode)
+    alike = np.zeros(len(rows), np.int64)
+    batch = batch.with_columns(
+        reward=rewards, env=alike, agent=alike, member=batch["episode"],
+        temperature=np.ones(len(rows), np.float32), stopped=alike == 0,
+    )  # fmt: skip
+    return evolve(batch, info={"environments": ("made-up",), "agents": ("",)})
 
 
 def _rewards(groups: int, size: int) -> tuple[Any, Any]:

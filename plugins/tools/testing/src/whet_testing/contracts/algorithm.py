@@ -7,7 +7,7 @@ A test runs the loop of the algorithm for a few steps on stand-ins that record e
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class AlgorithmContract:
     """Inherit this class and set `use`."""
 
     use: str = ""
-    """Name of the component, as after `use:` in a config. The plugin must be installed."""
+    """Name of the component, as after `use:` in a config. The plugin must be installed, or be one of `plugins`."""
+    plugins: Sequence[str | Path] = ()
+    """Files of plugins, as under `plugins:` of a config."""
     document: Mapping[str, Any] = {}
     """The other keys of the section `algorithm`."""
     records: list[dict[str, Any]] | None = None
@@ -52,8 +54,11 @@ class AlgorithmContract:
     @pytest.fixture(scope="class")
     @classmethod
     def registry(cls) -> Registry:
-        """Return the registry of the installed plugins."""
-        return load_plugins()
+        """Return the registry of the installed plugins and of the files."""
+        registry = load_plugins()
+        for file in cls.plugins:
+            registry.load_file(Path(file))
+        return registry
 
     @pytest.fixture
     def selection(self, registry: Registry) -> Selection:

@@ -51,6 +51,8 @@ class BackendContract(SleepRules):
 
     adapters: bool = False
     """Whether it trains weights that the model lacks, such as those of LoRA. Then no gradient is that of the model."""
+    of_transformers: bool = True
+    """Whether `transformers` loads its model from the folder. If not, rules that compare the two are skipped."""
 
     def make(self, context: RoleContext) -> Backend:
         """Build the backend under test."""
@@ -90,6 +92,8 @@ class BackendContract(SleepRules):
     @classmethod
     def reference(cls, tiny_model_folder: Path) -> Reference:
         """Return the same model, loaded by `transformers`."""
+        if not cls.of_transformers:
+            pytest.skip("its model is none of transformers")
         return Reference(tiny_model_folder)
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
@@ -316,6 +320,7 @@ class BackendContract(SleepRules):
             with pytest.raises(WhetError):
                 backend.load(folder)
 
+    @pytest.mark.usefixtures("reference")
     def test_loading_another_models_checkpoint_is_refused(
         self, fresh: Fresh, tmp_path: Path, tiny_tokenizer: Any
     ) -> None:
@@ -327,6 +332,7 @@ class BackendContract(SleepRules):
             backend.load(tmp_path / "checkpoint")
         assert np.array_equal(backend.score(_batch(), ("logprobs",))["logprobs"], before), "half of it was loaded"
 
+    @pytest.mark.usefixtures("reference")
     def test_an_exported_folder_is_the_same_model_to_transformers(self, backend: Backend, tmp_path: Path) -> None:
         from transformers import AutoTokenizer
 
@@ -338,6 +344,7 @@ class BackendContract(SleepRules):
         np.testing.assert_allclose(backend.score(batch, ("logprobs",))["logprobs"], expected, atol=TOLERANCE)
         assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
 
+    @pytest.mark.usefixtures("reference")
     def test_an_exported_folder_has_the_chat_template_of_the_run(self, fresh: Fresh, tmp_path: Path) -> None:
         from transformers import AutoTokenizer
 
@@ -346,6 +353,7 @@ class BackendContract(SleepRules):
         assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
         assert ChatTokenizer(tmp_path / "export").template.source == template
 
+    @pytest.mark.usefixtures("reference")
     def test_synced_weights_are_the_whole_policy(self, backend: Backend, tmp_path: Path) -> None:
         backend.train(_batch(), LIKELIHOOD)
         backend.export(tmp_path / "export")

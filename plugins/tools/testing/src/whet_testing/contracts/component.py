@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 
 from whet.component import FACTS, KINDS, Component, Kind, LossFacts, Selection, WorkerFacts, resolve
 from whet.config.build import to_spec
+from whet.config.sections import EnvironmentSection, RoleSection
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet.plugins.registry import load_plugins, new_manager
@@ -46,6 +47,8 @@ MODEL = ModelInfo(
     },
 )
 """The `config.json` of a small model, as an argument of facts."""
+SECTIONS: Mapping[Kind, Sequence[type]] = {"environments": (EnvironmentSection,), "backends": (RoleSection,)}
+"""Sections of a config in which the keys of a component stand beside keys of whet."""
 LIGHT = """
 import importlib, json, sys
 from whet.component import KINDS, resolve
@@ -152,6 +155,20 @@ class ComponentContract:
         for _, component in self.components():
             missing = undocumented_fields(component.config)
             assert not missing, f"{component.config.__name__} says nothing of {', '.join(missing)}"
+
+    def test_keys_of_a_config_are_free(self) -> None:
+        for kind, component in self.components():
+            taken = {"use": "the key `use`"} | {
+                field.alias: f"the key `{field.alias}` of {section.__name__}"
+                for section in SECTIONS.get(kind, ())
+                for field in attrs.fields(section)
+                if not field.metadata.get("inline")
+            }
+            for field in attrs.fields(component.config):
+                assert not field.init or field.alias not in taken, (
+                    f"{component.config.__name__}.{field.name} of the component {component.name} can never be set: "
+                    f"`{field.alias}:` in a recipe is {taken[field.alias]} in whet; rename the field"
+                )
 
     def test_configs_go_to_a_worker_and_arrive_as_they_were(self) -> None:
         for kind, component in self.components():

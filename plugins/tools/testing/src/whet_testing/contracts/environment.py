@@ -169,11 +169,12 @@ class EnvironmentContract:
 
     def test_reward_weights_name_rewards_that_exist(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
-        episode = self._episode(environment, task, "I do not know.", 0)
-        names = set(episode.rewards)
+        rewards = self._play(environment, task, "I do not know.")
         if isinstance(environment, GroupRewarding):
-            names |= set(asyncio.run(environment.group_rewards(task, [episode]))[0])
-        assert set(environment.reward_weights) <= names
+            episode = self._episode(environment, task, "I do not know.", 0)
+            (further,) = asyncio.run(environment.group_rewards(task, [episode]))
+            rewards = {**rewards, **further}
+        assert set(environment.reward_weights) <= set(rewards)
 
     def test_gold_answers_score_full_reward(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, self.gold_samples):
@@ -246,6 +247,8 @@ class EnvironmentContract:
                 assert not set(one) & set(episode.rewards), "the episode has a reward of this name already"
 
     def test_a_curriculum_changes_tasks_and_not_the_split(self, environment: Environment) -> None:
+        missing = [name for name in ("difficulty", "adapted", "observe") if not hasattr(environment, name)]
+        assert len(missing) != 1, f"it has a curriculum without the method `{missing[0]}`, so a run would refuse it"
         if not isinstance(environment, Adaptive):
             pytest.skip("it has no curriculum")
         task = environment.tasks(self.splits[0])[0]

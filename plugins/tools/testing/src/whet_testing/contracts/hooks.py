@@ -41,6 +41,13 @@ class Loop:
             raise self._error
 
 
+class NoSteps(list[Any]):
+    """The steps of a run that has none left."""
+
+    def stop(self) -> None:
+        """Do nothing: there is no step to end after."""
+
+
 class SmallWorker:
     """A worker with a method of each sort."""
 
@@ -69,7 +76,7 @@ class HooksContract:
 
     def parts(self, run: RunInfo) -> Any:
         """Return the parts of a run, as far as the hooks read them."""
-        return SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(folder=str(run.folder))), steps=[])
+        return SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(folder=str(run.folder))), steps=NoSteps())
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunInfo:

@@ -11,8 +11,8 @@ from whet.cli.command import Command, load_registry, registry_option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from whet.config.explain import FieldDoc
     from whet.plugins.registry import Registry
+    from whet_start.explain import FieldDoc
 
 
 @click.command(cls=Command, short_help="Explain the keys of sections and components.")
@@ -26,7 +26,7 @@ def schema(name: str | None, config: str | None, as_json: bool) -> None:
     """
     import attrs
 
-    from whet.config.explain import describe, summary
+    from whet_start.explain import describe, summary
 
     registry = load_registry(config)
     classes = dict(_classes(registry))
@@ -48,7 +48,7 @@ def schema(name: str | None, config: str | None, as_json: bool) -> None:
 def _classes(registry: "Registry") -> "Iterator[tuple[str, type]]":
     """Yield the attrs classes of all sections by path, and of all components as KIND/NAME."""
     from whet.component import KINDS
-    from whet.config.explain import sections
+    from whet_start.explain import sections
 
     yield from sections().items()
     for kind in KINDS:
@@ -57,7 +57,7 @@ def _classes(registry: "Registry") -> "Iterator[tuple[str, type]]":
 
 
 def _list(classes: dict[str, type], as_json: bool) -> None:
-    from whet.config.explain import selections, summary
+    from whet_start.explain import selections, summary
 
     if as_json:
         click.echo(json.dumps({title: summary(cls) for title, cls in classes.items()}, indent=2))
@@ -71,10 +71,10 @@ def _list(classes: dict[str, type], as_json: bool) -> None:
 
 def _unknown(name: str, registry: "Registry", titles: list[str], config: str | None) -> Exception:
     from whet.component import KINDS
-    from whet.config.explain import selections
     from whet.config.messages import choice_words, nearest
     from whet.errors import ConfigError
     from whet.plugins.catalog import offered_words
+    from whet_start.explain import selections
 
     if (kind := selections().get(name)) is not None:
         offers = ", ".join(registry.offers(kind)) or "none is installed"

@@ -1,12 +1,15 @@
 """The string under a field is its documentation."""
 
+import importlib
 from typing import Any, Literal
 
-from attrs import Factory, field, frozen
+import pytest
+from attrs import Factory, field, frozen, validators
 
-from whet.config.explain import FieldDoc, describe, field_docs, sections, selections, summary
+from whet.config.bounds import above, below, between
 from whet.config.sections import Config, RunSection
 from whet.plugins.registry import Registry
+from whet_start.explain import FieldDoc, describe, field_docs, sections, selections, summary
 
 
 @frozen
@@ -36,6 +39,14 @@ class Child(Parent):
     """One | the other."""
     inner: Parent | None = None
     """Inside."""
+
+
+@frozen
+class Numbers:
+    bounded: int = field(default=1, validator=between(1, 9))
+    pair: tuple[float, float] = field(default=(0.1, 0.2), validator=validators.deep_iterable(below(0, 1)))
+    named: dict[str, int] = field(factory=dict, validator=validators.deep_mapping(value_validator=between(0, 9)))
+    perhaps: float | None = field(default=None, validator=validators.optional(above(0, 9)))
 
 
 def test_every_key_has_its_type_default_and_meaning() -> None:
@@ -84,3 +95,18 @@ def test_a_class_without_a_source_has_no_docs() -> None:
     namespace: dict[str, Any] = {}
     exec("from attrs import frozen\n@frozen\nclass Made:\n    x: int = 1", namespace)
     assert field_docs(namespace["Made"]) == {}
+
+
+def test_bounds_are_shown() -> None:
+    assert {doc.name: doc.allowed for doc in describe(Numbers)} == {
+        "bounded": "at least 1, at most 9",
+        "pair": "each item at least 0, less than 1",
+        "named": "each value at least 0, at most 9",
+        "perhaps": "more than 0, at most 9, or null",
+    }
+
+
+def test_the_path_that_it_had_in_core_leads_here_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"whet\.config\.explain has moved to whet_start\.explain"):
+        old = importlib.import_module("whet.config.explain")
+    assert old.describe is describe
