@@ -16,8 +16,10 @@ from whet.interfaces.state import Stateful
 from whet.plugins.registry import load_plugins
 from whet.rollout.rewards import total_reward
 from whet_env_judge.config import JudgeConfig, judge_facts
-from whet_env_judge.judge import Judge, Recorder
+from whet_env_judge.judge import Judge
+from whet_env_judge.judged import Recorder
 from whet_testing.fakes import FakeModel
+from whet_testing.responding import selected
 
 MODEL = ModelInfo("", {})
 
@@ -32,11 +34,6 @@ class Heard:
         self.asked.append(tuple(messages))
         self.cut.append(cut)
         return self.said
-
-
-def selected(name, **config):
-    component = load_plugins().find("environments", name).component
-    return Selection("environments", component, component.config(**config))
 
 
 def play(environment, answers, task=None, split="train"):

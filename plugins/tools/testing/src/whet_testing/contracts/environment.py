@@ -164,7 +164,8 @@ class EnvironmentContract:
 
     def test_an_episode_gives_finite_named_rewards(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, 2):
-            assert self._play(environment, task, "I do not know.")
+            rewards = self._play(environment, task, "I do not know.")
+            assert rewards or isinstance(environment, GroupRewarding)
 
     def test_reward_weights_name_rewards_that_exist(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]

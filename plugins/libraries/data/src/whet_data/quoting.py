@@ -1,0 +1,54 @@
+"""Prompt templates, and text of a model inside the prompt of another one.
+
+    filled("Judge this:\n{response}", {"response": quoted(text)})
+
+Text that a model wrote is hostile. It is quoted line by line, so that it cannot end its own quotation, and it is never
+read as a template.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
+_MARKERS = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_turn>)|<(?=(?:bos|eos|pad)>)|\[(?=/?INST\])")
+"""What the special tokens of usual chat templates begin with."""
+
+
+def without_markers(text: str) -> str:
+    """Return a text in which a space breaks the special tokens of usual chat templates: `<|im_end|>`, `</s>`, `[INST]`.
+
+    A chat template would take them for the end of a message.
+    """
+    return _MARKERS.sub(lambda found: f"{found[0]} ", text)
+
+
+def quoted(text: str, most: int = 0) -> str:
+    """Return a text with `> ` before each line, without special tokens.
+
+    most: a longer text loses characters in its middle; a line that is not quoted says how many. 0: no limit.
+    """
+    if most and len(text) > most:
+        left_out, end = len(text) - most, len(text) - most // 2
+        return f"{quoted(text[: most - most // 2])}\n[{left_out} characters left out]\n{quoted(text[end:])}"
+    lines = without_markers(text).splitlines() or [""]
+    return "\n".join(f"> {line}".rstrip() for line in lines)
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """Return a template with each `{name}` of `values` replaced. What is put in is not read again."""
+    return _NAME.sub(lambda found: values.get(found[1], found[0]), template)
+
+
+def template_with(names: Collection[str], wanted: Collection[str]) -> Any:
+    """Return a validator that refuses a template with an unknown `{name}`, or without any of the wanted ones."""
+
+    def check(instance: object, attribute: Any, value: str) -> None:
+        held = set(_NAME.findall(value))
+        known = ", ".join(f"{{{name}}}" for name in names)
+        if unknown := sorted(held - set(names)):
+            raise ValueError(f"has the placeholder {{{unknown[0]}}}, wanted some of {known}")
+        if wanted and not held & set(wanted):
+            raise ValueError(f"has none of the placeholders {', '.join(f'{{{name}}}' for name in wanted)}")
+
+    return check
