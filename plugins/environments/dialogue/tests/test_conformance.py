@@ -4,8 +4,6 @@ import pytest
 
 from whet_env_dialogue.config import SimulatedUserConfig
 from whet_env_dialogue.simulated_user import SimulatedUser
-from whet_env_judge.config import RubricJudgeConfig
-from whet_env_judge.rubric import RubricJudge
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.responding import ScriptedResponder, selected
@@ -52,6 +50,7 @@ class TestJudgedDialogue(TestSimulatedUser):
     full_reward = 3.0
 
     def make(self):
+        rubric = pytest.importorskip("whet_env_judge.rubric", reason="whet-env-judge is not installed")
         within = selected("simulated-user", dataset=self.dataset, gold="city", gold_match="exact", turns=3)
-        config = RubricJudgeConfig(environment=within, environment_weight=1.0, rubric="The assistant is polite.")
-        return RubricJudge(config, {"user": ScriptedResponder(user), "judge": ScriptedResponder("Score: 10")})
+        config = rubric.RubricJudgeConfig(environment=within, environment_weight=1.0, rubric="The assistant is polite.")
+        return rubric.RubricJudge(config, {"user": ScriptedResponder(user), "judge": ScriptedResponder("Score: 10")})
