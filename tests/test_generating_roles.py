@@ -14,7 +14,7 @@ from whet_testing.runs import numbers
 DIGITS = "0123456789"
 CLUSTERS = {
     "inline": {"workers": "inline"},
-    "colocated": {"workers": "process", "colocate": [["backend", "generator", "judge"]]},
+    "colocated": {"workers": "process", "colocate": [["backend", "generator", "ROLE"]]},
     "apart": {"workers": "process", "colocate": []},
 }
 
@@ -50,24 +50,25 @@ def judging(tmp_path_factory, tiny_model_folder):
     return taught(tmp_path_factory.mktemp("judging"), tiny_model_folder, said + judged, steps=80)
 
 
-def train(folder: Path, model: Path, environment, cluster, *overrides: str, steps: int = 10) -> Path:
-    """Train in an environment with a judge, and return the run folder."""
+def train(folder: Path, model: Path, role: str, environment, cluster, steps: int = 10, **sections) -> Path:
+    """Train in an environment with a role that writes, and return the run folder."""
     document = {
         "run": {"folder": str(folder / "run"), "steps": steps, "seed": 1, "export": False},
         "model": {"path": str(model)},
         "algorithm": {"use": "grpo", "prompts_per_step": 8, "group_size": 8},
         "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}},
         "generator": {"use": "hf"},
-        "roles": {"judge": {"use": "hf", "model": {"path": str(model)}}},
+        "roles": {role: {"use": "hf", "model": {"path": str(model)}}},
         "rollout": {"max_tokens": 4},
         "environments": [environment],
         "evaluation": {"at_start": True, "environments": [{**environment, "split": "test", "samples": 4}]},
-        "cluster": cluster,
+        "cluster": yaml.safe_load(json.dumps(CLUSTERS[cluster]).replace("ROLE", role)),
         "plugins": [str(Path(__file__).parent / "digits.py")],
         "loggers": [],
+        **sections,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    assert run(folder / "run.yaml", overrides).finished
+    assert run(folder / "run.yaml").finished
     return folder / "run"
 
 
@@ -90,9 +91,68 @@ JUDGED = {
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_what_a_judge_writes_raises_the_true_reward(tmp_path, judging, cluster):
-    folder = train(tmp_path, judging, JUDGED, CLUSTERS[cluster])
+    folder = train(tmp_path, judging, "judge", JUDGED, cluster)
     before, after = evaluated(folder, "evaluation/rubric-judge/even")
     assert after > before + 0.25
     row = next(iter(read_rows(folder / "rollouts/step-000001.jsonl")))
     assert row["recorded"]["judge"].startswith("Score: ")
     assert set(row["rewards"]) == {"even", "judge"}
+
+
+USED = {
+    "use": "simulated-user",
+    "instructions": "{scenario}",
+    "verdict": "{conversation}\n{scenario}?",
+    "verdict_prefill": "Satisfied: ",
+    "turns": 2,
+    "max_tokens": 6,
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory, tiny_model_folder):
+    """Return a model that says digits, and plays a user who asks once again after an odd digit."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("talking")
+    pairs = [(a, b) for a in DIGITS for b in DIGITS]
+    said = [talk("Say", a, "Again", b) for a, b in rng.permuted(pairs * 2, axis=0)]
+    started = [talk("even", "Say", digit, "Again" if int(digit) % 2 else "[END]") for digit in DIGITS] * 10
+    judged = [
+        talk(f"{shown}\neven?", f"Satisfied: {'no' if int(last) % 2 else 'yes'}")
+        for a, b in pairs
+        for last, shown in (
+            (a, f"You:\n> Say\nAssistant:\n> {a}"),
+            (b, f"You:\n> Say\nAssistant:\n> {a}\nYou:\n> Again\nAssistant:\n> {b}"),
+        )
+    ]
+    model = taught(folder, tiny_model_folder, said + started + judged, steps=100)
+    (folder / "scenarios.jsonl").write_text(json.dumps({"scenario": "even"}) + "\n")
+    return model, folder / "scenarios.jsonl"
+
+
+def last_even(folder: Path, step: int) -> float:
+    """Return the share of conversations of a step whose last response is an even digit."""
+    rows = list(read_rows(folder / f"rollouts/step-{step:06d}.jsonl"))
+    return float(np.mean([row["messages"][-1]["content"].strip() in tuple("02468") for row in rows]))
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_policy_learns_what_a_simulated_user_wants(tmp_path, talking, cluster):
+    model, scenarios = talking
+    folder = train(tmp_path, model, "user", {**USED, "dataset": str(scenarios)}, cluster, steps=8)
+    assert np.mean([last_even(folder, step) for step in (7, 8)]) > last_even(folder, 1) + 0.15
+    before, after = evaluated(folder, "evaluation/simulated-user/turns")
+    assert after < before
+    row = next(iter(read_rows(folder / "rollouts/step-000001.jsonl")))
+    assert row["recorded"]["scenario"] == "even"
+    assert row["recorded"]["verdict"].startswith("Satisfied: ")
+
+
+def test_a_judge_scores_what_is_said_to_a_simulated_user(tmp_path, talking):
+    model, scenarios = talking
+    environment = {**JUDGED, "environment": {**USED, "dataset": str(scenarios)}, "environment_weight": 1}
+    settings = {"judge": {"use": "hf"}, "user": {"use": "hf"}}
+    folder = train(tmp_path, model, "judge", environment, "inline", steps=1, roles=settings)
+    for row in read_rows(folder / "rollouts/step-000001.jsonl"):
+        assert set(row["rewards"]) == {"satisfied", "turns", "judge"}
+        assert set(row["recorded"]) == {"scenario", "verdict", "judge"}

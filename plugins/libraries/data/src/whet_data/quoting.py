@@ -1,6 +1,7 @@
-"""Prompt templates, and text of a model inside the prompt of another one.
+r"""Prompts for a model that reads what another model wrote, and what it answers.
 
-    filled("Judge this:\n{response}", {"response": quoted(text)})
+    asked = filled("Judge this:\n{response}\nEnd with a line `Score: NUMBER`.", {"response": quoted(text)})
+    answer_line(await judge.reply(asked, seed=seed), "Score", r"\d+")
 
 Text that a model wrote is hostile. It is quoted line by line, so that it cannot end its own quotation, and it is never
 read as a template.
@@ -9,6 +10,8 @@ read as a template.
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from whet.data.records import Reply
 
 _NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
 _MARKERS = re.compile(r"<(?=[|｜])|<(?=/?s>)|<(?=(?:start|end)_of_turn>)|<(?=(?:bos|eos|pad)>)|\[(?=/?INST\])")
@@ -38,6 +41,22 @@ def quoted(text: str, most: int = 0) -> str:
 def filled(template: str, values: Mapping[str, str]) -> str:
     """Return a template with each `{name}` of `values` replaced. What is put in is not read again."""
     return _NAME.sub(lambda found: values.get(found[1], found[0]), template)
+
+
+def answer_line(reply: Reply, name: str, value: str) -> str | None:
+    """Return the value in the last line of the form `NAME: VALUE`, also `**NAME:** VALUE.`. None: there is none.
+
+    A line that begins with ">" never counts, so a model that repeats a quotation does not answer by it. The last line
+    of a text that was cut by its length does not count either: it may be incomplete.
+
+    :param value: a regular expression of the value. Case does not matter.
+    """
+    text = "\n".join(reply.text.splitlines())
+    if reply.stop != "stop":
+        text = text.rpartition("\n")[0]
+    paint = r"[ \t*_#]{0,8}"
+    found = re.findall(rf"(?aim)^{paint}{name}{paint}:{paint}({value})\.?{paint}$", text)
+    return found[-1] if found else None
 
 
 def template_with(names: Collection[str], wanted: Collection[str]) -> Any:
