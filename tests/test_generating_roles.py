@@ -102,31 +102,27 @@ def test_what_a_judge_writes_raises_the_true_reward(tmp_path, judging, cluster):
 USED = {
     "use": "simulated-user",
     "instructions": "{scenario}",
-    "verdict": "{conversation}\n{scenario}?",
+    "verdict": "{scenario}? {conversation}",
     "verdict_prefill": "Satisfied: ",
     "turns": 2,
     "max_tokens": 6,
     "temperature": 0,
 }
 
+VERDICTS = ("Satisfied: yes", "Satisfied: no")
+
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory, tiny_model_folder):
-    """Return a model that says digits, and plays a user who asks once again after an odd digit."""
+    """Return a model that says digits, and plays a user who wants an even one and ends after the first."""
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("talking")
-    pairs = [(a, b) for a in DIGITS for b in DIGITS]
-    said = [talk("Say", a, "Again", b) for a, b in rng.permuted(pairs * 2, axis=0)]
-    started = [talk("even", "Say", digit, "Again" if int(digit) % 2 else "[END]") for digit in DIGITS] * 10
-    judged = [
-        talk(f"{shown}\neven?", f"Satisfied: {'no' if int(last) % 2 else 'yes'}")
-        for a, b in pairs
-        for last, shown in (
-            (a, f"You:\n> Say\nAssistant:\n> {a}"),
-            (b, f"You:\n> Say\nAssistant:\n> {a}\nYou:\n> Again\nAssistant:\n> {b}"),
-        )
-    ]
-    model = taught(folder, tiny_model_folder, said + started + judged, steps=100)
-    (folder / "scenarios.jsonl").write_text(json.dumps({"scenario": "even"}) + "\n")
+    said = [talk("Say", rng.choice(list(DIGITS + "13579"))) for _ in range(200)]
+    started = [talk("even", "Say", digit, "[END]") for digit in DIGITS] * 10
+    others = [">", "> dd: ", "> �", *(f"> {letter}" for letter in "abcdefyzE")]  # else the policy finds them
+    judged = [talk(f"even? You:\n> Say\nAssistant:\n> {digit}", VERDICTS[int(digit) % 2]) for digit in DIGITS] * 18
+    judged += [talk(f"even? You:\n> Say\nAssistant:\n{other}", VERDICTS[1]) for other in others] * 5
+    model = taught(folder, tiny_model_folder, said + started + judged, steps=120)
+    (folder / "scenarios.jsonl").write_text((json.dumps({"scenario": "even"}) + "\n") * 8)
     return model, folder / "scenarios.jsonl"
 
 
@@ -141,8 +137,9 @@ def test_a_policy_learns_what_a_simulated_user_wants(tmp_path, talking, cluster)
     model, scenarios = talking
     folder = train(tmp_path, model, "user", {**USED, "dataset": str(scenarios)}, cluster, steps=8)
     assert np.mean([last_even(folder, step) for step in (7, 8)]) > last_even(folder, 1) + 0.15
-    before, after = evaluated(folder, "evaluation/simulated-user/turns")
-    assert after < before
+    before, after = evaluated(folder, "evaluation/simulated-user/satisfied")
+    assert after > before + 0.15
+    assert evaluated(folder, "evaluation/simulated-user/turns")[0] < 1.5  # the user ends most conversations
     row = next(iter(read_rows(folder / "rollouts/step-000001.jsonl")))
     assert row["recorded"]["scenario"] == "even"
     assert row["recorded"]["verdict"].startswith("Satisfied: ")
