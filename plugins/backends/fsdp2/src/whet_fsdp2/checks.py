@@ -43,7 +43,7 @@ def _optimizer(optimizer: OptimizerConfig, path: str) -> Iterator[Problem]:
             yield Problem(f"{where}.lr_factor", words)
 
 
-def _set(config: object, default: object, names: Iterable[str] = ()) -> list[str]:
+def _set(config: attrs.AttrsInstance, default: attrs.AttrsInstance, names: Iterable[str] = ()) -> list[str]:
     """Return the fields whose values are not the defaults, of the named fields or of all."""
     wanted = tuple(names) or tuple(attrs.fields_dict(type(config)))
     return [name for name in wanted if getattr(config, name) != getattr(default, name)]

@@ -26,8 +26,8 @@ class MuonConfig:
     momentum: float = field(default=0.95, validator=below(0, 1))
     """Decay rate of the running mean of the gradient."""
     nesterov: bool = True
-    """Orthogonalize the mean of the gradient and the running mean, weighted by `momentum`, as Jordan et al. do. `false`:
-    the running mean alone."""
+    """Orthogonalize the mean of the gradient and the running mean, weighted by `momentum`, as Jordan et al. do.
+    `false`: the running mean alone."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """A factor on the learning rate of a matrix of m outputs and n inputs. `match_rms_adamw`: 0.2 sqrt(max(m, n)), so
     that updates are as large as AdamW's and its learning rates can be kept (Moonlight, arXiv:2502.16982). `original`:
@@ -63,8 +63,8 @@ class OptimizerConfig:
     """AdamW or Muon on float32 weights."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else: embeddings,
-    heads, norms, biases, and experts that are stacked in one tensor."""
+    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else:
+    embeddings, heads, norms, biases, and experts that are stacked in one tensor."""
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
@@ -72,8 +72,8 @@ class OptimizerConfig:
     eps: float = field(default=1.0e-8, validator=above(0, 1))
     """A small number that AdamW adds to the root of the mean square."""
     weight_decay: float = field(default=0.0, validator=between(0, 100))
-    """Decoupled weight decay of matrices: each step subtracts learning rate x decay x weight. Vectors (norms, biases) are
-    not decayed."""
+    """Decoupled weight decay of matrices: each step subtracts learning rate x decay x weight. Vectors (norms, biases)
+    are not decayed."""
     muon: MuonConfig = attrs.Factory(MuonConfig)
     """Options of `kind: muon`."""
     groups: tuple[WeightGroup, ...] = ()
@@ -96,11 +96,11 @@ class ScheduleConfig:
     decay_ratio: float = field(default=0.1, validator=above(0, 1))
     """`wsd`: length of the decay as a share of `total_steps`."""
     decay: Literal["linear", "1-sqrt"] = "linear"
-    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which Hägele et
-    al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
+    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
+    Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right where
-    each step of the run takes one optimizer step."""
+    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right
+    where each step of the run takes one optimizer step."""
 
 
 @frozen

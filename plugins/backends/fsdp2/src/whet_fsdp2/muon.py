@@ -106,7 +106,7 @@ class Muon(torch.optim.Optimizer):
                 gathered = self._orthogonal(gathered.view(own.shape)).reshape(-1)
             found = torch.empty_like(sent)
             dist.all_to_all_single(found, gathered, outgoing, incoming, group=group)
-            for job, rows in zip(members, found.split(outgoing[: len(members)]), strict=True):
+            for job, rows in zip(members, torch.split(found, outgoing[: len(members)]), strict=True):
                 self._apply(job, rows.view(-1, job.weight.shape[1]))
 
 
