@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
-from whet_fsdp2.config import Fsdp2Config, facts
+from whet_fsdp2.checks import problems
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig, facts
+from whet_fsdp2.hooks import whet_check_config
 
 MODEL = ModelInfo(
     "model",
@@ -25,6 +28,17 @@ def held(config, model, ranks=1, trained=True):
 def test_the_memory_of_adam_in_float32_is_16_bytes_a_parameter():
     assert held(Fsdp2Config(), MODEL) == 16 * MODEL.parameters
     assert held(Fsdp2Config(reference=True), MODEL) == 20 * MODEL.parameters
+
+
+def test_muon_holds_one_moment_of_the_layers_and_adamw_two_of_the_rest():
+    inside = MODEL.parameters - MODEL.outer_parameters
+    for ranks in (1, 4):
+        terms = list(facts(Fsdp2Config(optimizer=OptimizerConfig("muon")), MODEL).memory(ranks, True))
+        moments = {t.what.partition(",")[0]: t.bytes for t in terms if "Muon" in t.what or "AdamW" in t.what}
+        assert moments == {
+            "Muon's momentum in float32": 4 * inside // ranks,
+            "AdamW's two moments of the other weights in float32": 8 * MODEL.outer_parameters // ranks,
+        }
 
 
 def test_a_frozen_model_has_no_gradients_and_no_optimizer():
@@ -96,9 +110,57 @@ def test_hooks_and_facts_import_no_torch():
         {"optimizer": {"betas": [0.9, 1.0]}},
         {"schedule": {"warmup_steps": -5}},
         {"schedule": {"min_ratio": 1.5}},
+        {"schedule": {"decay_ratio": 0.0}},
+        {"schedule": {"decay": "cubic"}},
+        {"optimizer": {"kind": "sgd"}},
+        {"optimizer": {"muon": {"lr": 0.0}}},
+        {"optimizer": {"muon": {"momentum": 1.0}}},
+        {"optimizer": {"muon": {"iterations": 0}}},
+        {"optimizer": {"muon": {"coefficients": [1.0, 2.0]}}},
+        {"optimizer": {"muon": {"coefficients": [1.0, 2.0, math.nan]}}},
+        {"optimizer": {"groups": [{"match": ""}]}},
+        {"optimizer": {"groups": [{"match": "mlp", "lr": 0.0}]}},
+        {"optimizer": {"groups": [{"match": "mlp", "lr_factor": -1.0}]}},
+        {"optimizer": {"groups": [{"match": "mlp", "weight_decay": -1.0}]}},
+        {"optimizer": {"groups": [{"lr": 1.0}]}},
     ],
     ids=str,
 )
 def test_numbers_that_cannot_be_meant_are_refused_in_every_section_that_holds_the_backend(change):
     with pytest.raises(ConfigError):
         structure(change, Fsdp2Config, None)
+
+
+WRONG = {
+    "schedule.warmup_ratio": {"schedule": {"warmup_ratio": 0.1, "warmup_steps": 5}},
+    "schedule.decay_ratio": {"schedule": {"kind": "cosine", "decay_ratio": 0.2}},
+    "schedule.decay": {"schedule": {"decay": "1-sqrt"}},
+    "optimizer.muon.lr": {"optimizer": {"muon": {"lr": 0.02}}},
+    "optimizer.muon.iteration_dtype": {"optimizer": {"muon": {"iteration_dtype": "float32"}}},
+    "optimizer.groups.0.match": {"optimizer": {"groups": [{"match": "layers.(0"}]}},
+    "optimizer.groups.1.lr_factor": {
+        "optimizer": {"groups": [{"match": "mlp"}, {"match": "norm", "lr": 1e-4, "lr_factor": 2.0}]}
+    },
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_settings_that_contradict_each_other_are_problems_of_their_key(key):
+    (problem,) = problems(structure(WRONG[key], Fsdp2Config, None), "backend")
+    assert problem.path == f"backend.{key}"
+
+
+def test_settings_that_fit_are_no_problems():
+    muon = {
+        "kind": "muon", "muon": {"lr": 0.02, "scale": "original"}, "groups": [{"match": "embed", "lr_factor": 0.1}]
+    }  # fmt: skip
+    schedule = {"kind": "wsd", "decay_ratio": 0.2, "decay": "1-sqrt", "warmup_ratio": 0.1}
+    assert not list(problems(structure({"optimizer": muon, "schedule": schedule}, Fsdp2Config, None), "backend"))
+
+
+def test_the_sections_of_roles_are_checked_as_well():
+    wrong, right = (structure(section, Fsdp2Config, None) for section in (WRONG["optimizer.muon.lr"], {}))
+    roles = {"critic": SimpleNamespace(component=SimpleNamespace(config=wrong))}
+    config = SimpleNamespace(backend=SimpleNamespace(config=right), roles=roles)
+    (problem,) = whet_check_config(config)
+    assert str(problem).startswith("roles.critic.optimizer.muon.lr")

@@ -1,6 +1,6 @@
 """A policy's weights and optimizer state as safetensors with a JSON index. No pickle; any tool can read the files.
 
-    backend.json             index: name -> shape, dtype, file; optimizer steps; the backend that wrote it
+    backend.json             index: name -> shape, dtype, file; optimizer and its steps; the backend that wrote it
     tensors-00001.safetensors ...
 
 Each tensor is stored whole, so a checkpoint loads on any number of ranks. Every rank takes part in the gathering;
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from whet.data.files import disk_errors, use_umask
 from whet.errors import CheckpointError
-from whet_fsdp2.optimizer import MOMENTS
 
 FORMAT = 1
-_FINITE = ("weights", *MOMENTS)
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
+"""The tensors that each kind of optimizer holds for a weight."""
+_FINITE = ("weights", *(moment for moments in STATE.values() for moment in moments))
 """Prefixes of the tensors whose values must be finite. A buffer may be a mask of infinities."""
 INDEX = "backend.json"
 FILE_BYTES = 2 << 30
@@ -92,6 +93,8 @@ class Saved:
             self.steps: dict[str, float] = {name: float(step) for name, step in document["steps"].items()}
             """Optimizer steps of each weight that the optimizer has updated."""
             self.optimizer_steps = int(document["optimizer_steps"])
+            self.optimizer = str(document.get("optimizer", "adamw"))
+            """The kind of optimizer that this is the state of. Checkpoints that do not name it are of AdamW."""
             if not all(0 <= step < math.inf for step in (*self.steps.values(), self.optimizer_steps)):
                 raise ValueError("its numbers of optimizer steps must be finite and not negative")
             for entry in self.tensors.values():

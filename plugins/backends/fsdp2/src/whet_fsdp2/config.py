@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, optional
+from attrs.validators import deep_iterable, min_len, optional
 
 from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
@@ -17,34 +17,90 @@ _NORM: Any = optional(between(0, FACTOR))
 
 
 @frozen
-class OptimizerConfig:
-    """AdamW on float32 weights."""
+class MuonConfig:
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices in the layers."""
 
+    lr: float | None = field(default=None, validator=optional(above(0, 10)))
+    """Peak learning rate of the matrices. null: that of the optimizer, which suits `scale: match_rms_adamw`. With
+    `scale: original` 0.02 is usual where a model is trained from the start."""
+    momentum: float = field(default=0.95, validator=below(0, 1))
+    """Decay rate of the running mean of the gradient."""
+    nesterov: bool = True
+    """Orthogonalize the mean of the gradient and the running mean, weighted by `momentum`, as Jordan et al. do.
+    `false`: the running mean alone."""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """A factor on the learning rate of a matrix of m outputs and n inputs. `match_rms_adamw`: 0.2 sqrt(max(m, n)), so
+    that updates are as large as AdamW's and its learning rates can be kept (Moonlight, arXiv:2502.16982). `original`:
+    sqrt(max(1, m / n)) (Jordan et al.)."""
+    iterations: int = field(default=5, validator=between(1, 99))
+    """Newton-Schulz iterations of one step."""
+    coefficients: tuple[float, float, float] = field(
+        default=(3.4445, -4.775, 2.0315), validator=deep_iterable(between(-100, 100))
+    )
+    """a, b and c of an iteration X <- a X + b (X X^T) X + c (X X^T)^2 X. The default brings most singular values to
+    between 0.7 and 1.3, fast (Jordan et al.). [1.875, -1.25, 0.375] converges to 1, in more iterations."""
+    iteration_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the iterations. The momentum and the weights are always float32."""
+
+
+@frozen
+class WeightGroup:
+    """Weights with settings of their own."""
+
+    match: str = field(validator=min_len(1))
+    """A regular expression (Python's `re.search`) on the names that weights have in `transformers`, e.g.
+    `embed_tokens` or `layers\\.[0-3]\\.`. If several groups match a weight, the first counts."""
+    lr: float | None = field(default=None, validator=optional(above(0, 10)))
+    """Peak learning rate. null: that of the optimizer, or for matrices that Muon trains, `muon.lr`."""
+    lr_factor: float = field(default=1.0, validator=between(0, 1000))
+    """A factor on the learning rate. 0: the weights stay as they are."""
+    weight_decay: float | None = field(default=None, validator=optional(between(0, 100)))
+    """Decoupled weight decay, of vectors too. null: that of the optimizer, and none for vectors."""
+
+
+@frozen
+class OptimizerConfig:
+    """AdamW or Muon on float32 weights."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else:
+    embeddings, heads, norms, biases, and experts that are stacked in one tensor."""
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
-    """Decay rates of the running means of the gradient and of its square."""
+    """Decay rates of AdamW's running means of the gradient and of its square."""
     eps: float = field(default=1.0e-8, validator=above(0, 1))
-    """A small number that is added to the root of the mean square."""
+    """A small number that AdamW adds to the root of the mean square."""
     weight_decay: float = field(default=0.0, validator=between(0, 100))
-    """Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."""
+    """Decoupled weight decay of matrices: each step subtracts learning rate x decay x weight. Vectors (norms, biases)
+    are not decayed."""
+    muon: MuonConfig = attrs.Factory(MuonConfig)
+    """Options of `kind: muon`."""
+    groups: tuple[WeightGroup, ...] = ()
+    """Weights with a learning rate or weight decay of their own. Each pattern must match a weight."""
 
 
 @frozen
 class ScheduleConfig:
     """The learning rate over optimizer steps: a linear warm-up, then the chosen kind of decay."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """The schedule after the warm-up."""
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The schedule after the warm-up. `wsd`: constant, then a decay over the last steps (warmup-stable-decay,
+    arXiv:2404.06395)."""
     warmup_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps over which the rate rises to its peak."""
     warmup_ratio: float = field(default=0.0, validator=between(0, 1))
     """Length of the warm-up as a share of `total_steps`. Set this or `warmup_steps`."""
     min_ratio: float = field(default=0.0, validator=between(0, 1))
-    """The final learning rate of `linear` and `cosine`, as a share of the peak."""
+    """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
+    decay_ratio: float = field(default=0.1, validator=above(0, 1))
+    """`wsd`: length of the decay as a share of `total_steps`."""
+    decay: Literal["linear", "1-sqrt"] = "linear"
+    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
+    Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps at which `linear` and `cosine` end. 0: the number of steps of the run, which is right where each
-    step of the run takes one optimizer step."""
+    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right
+    where each step of the run takes one optimizer step."""
 
 
 @frozen
@@ -112,7 +168,12 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     if trained:
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
-        yield MemoryTerm(f"AdamW's two moments in float32{over}", 8 * count // ranks, change=spread)
+        matrices = _matrices(config, model)
+        moments = f"AdamW's two moments in float32{over}"
+        if matrices:
+            yield MemoryTerm(f"Muon's momentum in float32{over}", 4 * matrices // ranks, change=spread)
+            moments = f"AdamW's two moments of the other weights in float32{over}"
+        yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
     else:
         yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
     if low and trained and ranks == 1:
@@ -125,6 +186,11 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         kept = model.layer_parameters if config.reshard_after_forward else count - model.outer_parameters
         whole = number * (model.outer_parameters + kept)
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
+
+
+def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
+    """Return the number of parameters that Muon trains, norms of the layers counted as well: all in the layers."""
+    return model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

@@ -79,6 +79,16 @@ def _add_into(master: Tensor) -> Any:
     return add
 
 
+def matrices(root: AnyRoot) -> set[str]:
+    """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+    model = root.model
+    head = model.get_output_embeddings()
+    outer = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    others = {id(parameter) for module in outer for parameter in module.parameters()}
+    inside = {id(parameter) for parameter in model.base_model.parameters() if parameter.ndim == 2} - others
+    return {name for name, parameter in model.named_parameters() if id(parameter) in inside}
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard. A plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ One call of `train`:
     micro-batches       -> whole units, up to a budget of tokens; every rank runs the same number of micro-batches
         forward         -> logprobs -> loss -> weight x sum / global count -> backward
     gradient norm       -> over all ranks; if it is not finite, no step is taken
-    clip, AdamW
+    clip, AdamW or Muon
 """
 
 import json
@@ -27,7 +27,7 @@ from whet.data.batch import Batch
 from whet.data.files import disk_errors, use_umask
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
-from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.errors import ConfigError, WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
@@ -39,7 +39,7 @@ from whet_fsdp2.export import copy_companions, set_padding
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
-from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
+from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
 from whet_weights.offload import Offload
@@ -342,24 +342,23 @@ class Worker:
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably."""
-        state = self._stepper.state()
         extra = {
             "backend": "fsdp2",
             "architecture": self._info.architecture,
+            "optimizer": self._config.optimizer.kind,
             "optimizer_steps": self._stepper.steps,
-            "steps": {name: float(moments["step"]) for name, moments in state.items()},
+            "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
         }
-        checkpoint.write(Path(folder), self._saved(state), extra, writes=self._first)
+        checkpoint.write(Path(folder), self._saved(), extra, writes=self._first)
         self._ranks.sum([0.0])
 
-    def _saved(self, state: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _saved(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self._weights.masters.items():
             yield f"weights/{name}", full(master)
         for name, buffer in persistent_buffers(self._root.model):
             yield f"buffers/{name}", buffer
-        for name, moments in state.items():
-            for key in MOMENTS:
-                yield f"{key}/{name}", full(moments[key])
+        for name, moment in self._stepper.moments():
+            yield name, full(moment)
 
     @torch.no_grad()
     @_leaving_room
@@ -367,23 +366,14 @@ class Worker:
         """Load a checkpoint that `save` wrote, on any number of ranks."""
         saved = checkpoint.Saved(Path(folder))
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
+        self._stepper.refuse_others(saved)
         buffers = dict(persistent_buffers(self._root.model))
         for name, tensor in saved.read(n for n in saved.tensors if n.startswith("weights/")):
             self._weights.put(name.partition("/")[2], tensor)
         for name, tensor in saved.read(n for n in saved.tensors if n.startswith("buffers/")):
             buffers[name.partition("/")[2]].copy_(tensor)
-        self._load_optimizer(saved)
+        self._stepper.load(saved)
         self._weights.push()
-
-    def _load_optimizer(self, saved: checkpoint.Saved) -> None:
-        strange = sorted(set(saved.steps) - set(self._weights.trained))
-        if strange:
-            raise CheckpointError(f"{saved.folder} has optimizer state of {strange[0]}, which is not trained here")
-        self._stepper.forget()
-        self._stepper.steps = saved.optimizer_steps
-        for name, step in saved.steps.items():
-            moments = {key.partition("/")[0]: value for key, value in saved.read(f"{m}/{name}" for m in MOMENTS)}
-            self._stepper.put(name, float(step), moments)
 
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
@@ -423,8 +413,7 @@ class Worker:
             reshard(root)
             yield from map(local, root.parameters())
         yield from map(local, self._weights.masters.values())
-        for moments in self._stepper.state().values():
-            yield from (local(moments[name]) for name in MOMENTS)
+        yield from (local(moment) for _, moment in self._stepper.moments())
 
     def close(self) -> None:
         """Leave the process group."""
