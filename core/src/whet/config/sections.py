@@ -3,7 +3,6 @@
 Fields of type `Selection` hold a component chosen by `use:`; `selection(kind)` fixes its kind. A field's metadata:
 
     off         the value that switches the section off
-    or_kind     a second kind of component that the field may hold
     path        True: the value may name a file or folder
     policy      True: only for the trained model; roles that are `like: backend` do not inherit it
     infinite    True: the value may be an infinity
@@ -72,8 +71,7 @@ COLUMNS = (
 
 
 def _known_columns(instance: object, attribute: Any, value: dict[str, str]) -> None:
-    unknown = [name for name in value if name not in COLUMNS]
-    if unknown:
+    if unknown := [name for name in value if name not in COLUMNS]:
         words = f"names {', '.join(unknown)}, wanted {', '.join(COLUMNS)}"
         raise ValueError(f"{words}: what a column is, then its name in the file")
 
@@ -84,9 +82,8 @@ def selection(kind: Kind, default: str | None = None, *, inline: bool = False, o
     `default` names the component that is used where the key is left out. An `inline` component takes all keys beside
     `use:` that the class around it does not have. `or_kind` is looked at for names that `kind` does not have.
     """
-    absent: Any = attrs.NOTHING if default is None else None
     metadata = {"kind": kind, "default": default, "inline": inline, "or_kind": or_kind}
-    return field(metadata=metadata, default=absent, kw_only=True)
+    return field(metadata=metadata, default=attrs.NOTHING if default is None else None, kw_only=True)
 
 
 def optional_selection(kind: Kind) -> Any:
@@ -145,13 +142,11 @@ class RoleSection:
     component: Selection = selection("backends", inline=True, or_kind="generators")
     """The backend that holds the model, or, for a model that writes responses, the generator."""
     like: Literal["", "backend", "generator"] = ""
-    """`backend`, `generator`: a key that is missing here has the value of that section, except keys of the policy
-    alone."""
+    """A key that is missing here has the value of this section, except keys of the policy alone."""
     model: ModelSection | None = None
     """The model; by default the model that the run starts from."""
     sync_every: int = field(default=0, validator=between(0, STEPS))
-    """For a generator: number of steps from one weight sync to the next, from the backend to this role, which is then
-    an older self of the policy. 0: its weights do not change."""
+    """For a generator: steps from one sync of the policy's weights to the next. 0: its weights do not change."""
 
 
 @frozen
