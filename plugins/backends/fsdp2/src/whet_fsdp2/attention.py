@@ -58,7 +58,7 @@ def packed_attention(
     """
     if whet_plan is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments on to its attention")
-    _refuse_unsupported(whet_plan, query, value, attention_mask, dropout, more)
+    refuse_unsupported(whet_plan, query, value, attention_mask, dropout, more)
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     scale = dim**-0.5 if scaling is None else float(scaling)
     if query.device.type != "cpu":
@@ -77,7 +77,7 @@ def _as_rows(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1).reshape(-1, x.shape[3])
 
 
-def _refuse_unsupported(
+def refuse_unsupported(
     plan: AttentionPlan, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
 ) -> None:
     window = more.get("sliding_window")

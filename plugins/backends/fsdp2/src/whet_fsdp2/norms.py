@@ -20,7 +20,7 @@ def hasten_norms(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
-            module.forward = _Hastened(module, module.forward)
+            module.forward = Hastened(module, module.forward)
             found += 1
     return found
 
@@ -38,7 +38,7 @@ def _is_plain(module: Any) -> bool:
         return same
 
 
-class _Hastened:
+class Hastened:
     """The faster forward pass of one RMS norm."""
 
     def __init__(self, module: Any, slow: Any) -> None:

@@ -42,6 +42,7 @@ from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
+from whet_memory.measure import PeakMeter
 from whet_weights.offload import Offload
 
 P = ParamSpec("P")
@@ -83,10 +84,12 @@ class Worker:
         self._info, self._longest = model, longest
         self._ranks = Ranks(rank)
         self._device = self._ranks.device
+        self._memory = PeakMeter(self._device, rank.role)
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
-        self._root, self._layout = self._build(model, trained)
+        with self._memory.phase("loading"):
+            self._root, self._layout = self._build(model, trained)
         self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
         self._frozen: dict[str, AnyRoot] = {}
         if self._config.reference:
@@ -156,16 +159,19 @@ class Worker:
             }
         watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
-        total, found = self._accumulate(self._live(batch, made), made, counts, watch)
+        with self._memory.phase("train"):
+            total, found = self._accumulate(self._live(batch, made), made, counts, watch)
         value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
         norm = square**0.5
         if not is_finite(value, norm):
             return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
         self._nonfinite = 0
-        rate = self._stepper.step(norm, self._config.max_grad_norm)
+        with self._memory.phase("optimizer"):
+            rate = self._stepper.step(norm, self._config.max_grad_norm)
         self._weights.drop_gradients()
         watch.lap("optimizer")
-        return {**tokens, **found, **self._of_step(value, norm, rate), **(watch.metrics() if self._first else {})}
+        of_step = {**self._of_step(value, norm, rate), **self._memory.metrics()}
+        return {**tokens, **found, **of_step, **(watch.metrics() if self._first else {})}
 
     @property
     def _first(self) -> bool:
@@ -329,6 +335,10 @@ class Worker:
 
     def send_weights(self, spec: TransferSpec) -> None:
         """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
+        with self._memory.phase("weight_sync"):
+            self._send(spec)
+
+    def _send(self, spec: TransferSpec) -> None:
         stream = self._weights.computing()
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:

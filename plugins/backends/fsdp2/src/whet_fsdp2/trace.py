@@ -1,0 +1,185 @@
+"""A training step on tensors without memory: the model's own class and this backend's own code, and no weights.
+
+`whet_memory` runs this with few layers and extrapolates. What differs from `Worker` is the start alone: the module is
+built from `config.json` on the meta device, and shortcuts are applied without a comparison of numbers.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from whet.config.structure import structure
+from whet.data.batch import Batch, from_sequences
+from whet_fsdp2 import attention, norms
+from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.feed import AnyRoot, Root, ValueRoot, feed, spread
+from whet_fsdp2.layout import Layout
+from whet_fsdp2.loading import enable_checkpointing
+from whet_fsdp2.narrowed import narrow
+from whet_fsdp2.optimizer import Stepper
+from whet_fsdp2.portable import attend_rows
+from whet_fsdp2.weights import PolicyWeights, shard
+from whet_memory.case import Case
+from whet_memory.live_bytes import LiveBytes, fake_tensors, join_fake_ranks
+from whet_memory.timelines import Timeline
+
+ROWS = "whet_packed_rows"
+"""The attention of GPUs: PyTorch's own function for every block."""
+CPU = torch.device("cpu")
+
+
+def trace(case: Case) -> dict[str, Timeline]:
+    """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`."""
+    config = structure(dict(case.settings), Fsdp2Config, None)
+    low = case.model.dtype == "bfloat16"
+    ranks = case.sizes.shards
+    if ranks > 1:
+        join_fake_ranks(ranks)  # and its mesh, before tensors are fake
+    attention.register()
+    root, frozen = _build(case, config, trained=case.trained), []
+    for wanted in (config.reference, config.teacher):
+        frozen += [_build(case, config, trained=False)] if wanted else []
+    with fake_tensors() as live:
+        for one, trained in ((root, case.trained), *((one, False) for one in frozen)):
+            _allocate(one, low and ranks == 1 and not trained)
+        layout: Layout = "padded" if root.model.config._attn_implementation not in (attention.NAME, ROWS) else "packed"
+        weights = PolicyWeights(root, low and ranks == 1 and case.trained)
+        stepper = Stepper(weights, config.optimizer, config.schedule, 10)
+        batch = _batch(case)
+        if case.trained:
+            _make_moments(weights, stepper)
+            _train(live, root, weights, stepper, batch, layout, case)
+        else:
+            with live.phase("score"), torch.no_grad():
+                root(feed(batch, layout, CPU), case.outputs)
+        with live.phase("idle"):
+            pass
+    return dict(live.timelines)
+
+
+def _make_moments(weights: PolicyWeights, stepper: Stepper) -> None:
+    """Take a first optimizer step, after which the moments exist."""
+    for master in weights.trained.values():
+        master.grad = torch.zeros_like(master)
+    stepper.step(0.0, None)
+    weights.drop_gradients()
+
+
+def _train(
+    live: LiveBytes, root: AnyRoot, weights: PolicyWeights, stepper: Stepper, batch: Batch, layout: Layout, case: Case
+) -> None:  # fmt: skip
+    """Take an optimizer step, as `Worker.train` does with a batch of one micro-batch."""
+    with live.phase("forward"), torch.enable_grad():
+        one = feed(batch, layout, CPU)
+        found = spread(one, root(one, case.outputs))
+        objective = torch.stack([value.float().sum() for value in found.values() if value.requires_grad]).sum()
+    with live.phase("backward"):
+        torch.autograd.backward(objective * case.sizes.shards)
+    del one, found, objective
+    with live.phase("optimizer"):
+        stepper.square_of_norm()
+        stepper.step(2.0, 1.0)
+    weights.drop_gradients()
+
+
+def _build(case: Case, config: Fsdp2Config, trained: bool) -> AnyRoot:
+    """Return the module on the meta device, with the shortcuts that `loading.prepare` would choose, sharded."""
+    model = _model(case, config.head)
+    root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
+    if case.device == "cpu":
+        _hasten_norms(model)
+    root.narrowed = narrow(model)
+    if config.layout != "padded":
+        _use_packed(model, config.layout, case.device == "gpu")
+    if trained and config.gradient_checkpointing:
+        enable_checkpointing(model)
+    model.requires_grad_(trained)
+    if case.sizes.shards > 1:
+        shard(
+            root, ranks=case.sizes.shards, device=CPU, low_precision=case.model.dtype == "bfloat16",
+            reshard_after_forward=config.reshard_after_forward,
+        )  # fmt: skip
+    return root
+
+
+def _model(case: Case, head: str) -> Any:
+    kind = transformers.AutoModelForSequenceClassification if head == "value" else transformers.AutoModelForCausalLM
+    values = dict(case.model.config)
+    if case.model.trust_remote_code and "auto_map" in values:
+        settings = transformers.AutoConfig.from_pretrained(case.model.path, trust_remote_code=True)
+        settings.update({key: value for key, value in values.items() if key != "auto_map"})
+    else:
+        settings = transformers.AutoConfig.for_model(**values)
+    if head == "value":
+        settings.num_labels = 1
+    with torch.device("meta"):
+        model = kind.from_config(settings, dtype=torch.float32, trust_remote_code=case.model.trust_remote_code)
+    return model.eval()
+
+
+def _allocate(root: AnyRoot, low: bool) -> None:
+    """Give the parameters and buffers their storages, which are counted and hold nothing."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None:  # what a model computes from values, e.g. rotary frequencies, has values here, too
+                module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
+    tied = dict[int, nn.Parameter]()
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in tied:
+                whole = torch.empty_like(parameter, device=CPU, dtype=torch.bfloat16 if low else None)
+                tied[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module._parameters[name] = tied[id(parameter)]
+
+
+def _use_packed(model: Any, wanted: str, gpu: bool) -> None:
+    """Switch to packed attention as `loading.prepare` does, for the attention of CPUs or of GPUs."""
+    if gpu:
+        transformers.AttentionInterface.register(ROWS, _rows_attention)
+    try:
+        model.set_attn_implementation(ROWS if gpu else attention.NAME)
+    except ValueError:
+        if wanted != "auto":
+            raise
+
+
+def _rows_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, *, whet_plan: Any, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return what `attention.packed_attention` computes on a GPU."""
+    attention.refuse_unsupported(whet_plan, query, value, mask, dropout, more)
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend_rows(q, k, v, whet_plan.for_rows(CPU), scale)[None], None
+
+
+def _hasten_norms(model: nn.Module) -> None:
+    """Replace the norms that `hasten_norms` would replace. A copy with numbers is compared, for these have none."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter):
+            twin = copy.copy(module)
+            twin._parameters = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, weight.numel()))}
+            if norms.hasten_norms(twin):
+                module.forward = norms.Hastened(module, module.forward)
+
+
+def _batch(case: Case) -> Batch:
+    """Return sequences up to the longest that fill one pass, every token of them a target."""
+    tokens = case.tokens
+    lengths = [case.longest or tokens] * (tokens // (case.longest or tokens))
+    rest = tokens - sum(lengths)
+    vocabulary = int(case.model.vocab_size or 1)
+    rows = []
+    for length in (*lengths, *[rest] * bool(rest)):
+        row = np.arange(length + 1) % vocabulary  # the last token is a target alone
+        rows.append({"tokens": row, "loss_mask": np.arange(length + 1) >= 1})
+    batch = from_sequences(rows, prompt_lengths=[1] * len(rows))
+    wanted = next((int(name.partition(":")[2]) for name in case.outputs if name.startswith("topk")), 0)
+    ids = np.zeros((batch.tokens, wanted or 1), np.int64)
+    return batch.with_columns(topk_ids=ids) if "logprobs_at" in case.outputs else batch
