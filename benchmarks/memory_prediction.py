@@ -71,7 +71,7 @@ def predicted(number: int) -> dict[str, int]:
     from whet.data.model_info import ModelInfo
     from whet_fsdp2.config import Fsdp2Config
     from whet_memory.case import Case, Sizes
-    from whet_memory.forecasts import Tracer
+    from whet_memory.tracer import Tracer
 
     _, config, section, dtype, ranks, tokens = CASES[number]
     settings = attrs.asdict(Fsdp2Config(**section))

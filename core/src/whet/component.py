@@ -179,6 +179,8 @@ class WorkerFacts(Facts):
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
     """(number of ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: the memory is
     unknown."""
+    forecast: object = None
+    """How the peak of each phase is predicted, for the feature `memory-forecast`. None: from `memory` alone."""
     sleeps: tuple[str, ...] = ()
     """Devices on which `sleep` releases memory: a choice of `cpu` and `cuda`."""
     imports: tuple[str, ...] = ()

@@ -68,23 +68,35 @@ class ModelInfo:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters, estimated for a dense decoder from the config. 0: it cannot be estimated.
+        """Return the number of parameters, estimated for a decoder from the config. 0: it cannot be estimated.
 
         Where the config is ambiguous, the smaller number is taken, so that the estimate is never above the real need.
         """
-        layers, each = self._count("num_hidden_layers"), self.layer_parameters
-        return self.outer_parameters + layers * each if layers and each else 0
+        layers, (dense, sparse) = self._count("num_hidden_layers"), self._layers()
+        if not (layers and dense):
+            return 0
+        without = self._count("first_k_dense_replace") + len(self._text("mlp_only_layers") or ())
+        mixed = max(0, layers - without) // self._count("decoder_sparse_step", 1) if sparse else 0
+        return self.outer_parameters + mixed * sparse + (layers - mixed) * dense
 
     @property
     def layer_parameters(self) -> int:
-        """Return the number of parameters of one layer, estimated as `parameters` is. 0: it cannot be estimated."""
+        """Return the parameters of the largest layer, estimated as `parameters` are. 0: they cannot be estimated."""
+        return max(self._layers())
+
+    def _layers(self) -> tuple[int, int]:
+        """Return the parameters of a dense layer, and of a layer with experts and their router (0: there is none)."""
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
         if not (hidden and heads):
-            return 0
+            return 0, 0
         kv, head = self._count("num_key_value_heads", heads), self._count("head_dim", hidden // heads)
         mlp = self._count("intermediate_size", 4 * hidden)
         matrices = 3 if str(self._text("model_type") or "").startswith(_GATED) else 2
-        return hidden * head * (2 * heads + 2 * kv) + matrices * hidden * mlp + 2 * hidden
+        rest, one = hidden * head * (2 * heads + 2 * kv) + 2 * hidden, self._count("moe_intermediate_size", mlp)
+        experts = next(filter(None, map(self._count, ("num_experts", "num_local_experts", "n_routed_experts"))), 0)
+        shared = self._count("shared_expert_intermediate_size") + self._count("n_shared_experts") * one
+        sparse = rest + 3 * hidden * (experts * one + shared) + hidden * experts
+        return rest + matrices * hidden * mlp, sparse if experts else 0
 
     @property
     def outer_parameters(self) -> int:

@@ -95,16 +95,6 @@ def memory_problems(cluster: ClusterSection, found: Iterable[Room], machine: Mac
     return [_problem(room, machine) for room in worst.values()]
 
 
-def fullest(found: Iterable[Room]) -> dict[str, Room]:
-    """Return the fullest room of each kind, `GPU` and `host`."""
-    by_kind: dict[str, Room] = {}
-    for room in found:
-        kind = "host" if room.place == HOST else "GPU"
-        if kind not in by_kind or _fullness(room) > _fullness(by_kind[kind]):
-            by_kind[kind] = room
-    return by_kind
-
-
 def size(number: float) -> str:
     """Return a number of bytes in words."""
     return f"{number / 2**20:,.0f} MiB" if number < 2**30 else f"{number / 2**30:,.1f} GiB"
@@ -116,10 +106,6 @@ def whose(room: Room, machine: Machine) -> str:
     if machine.others:
         where = f"machine {room.node + 1} of {len(machine.nodes)}"
     return where if room.place == HOST else f"{room.place} of {where}"
-
-
-def _fullness(room: Room) -> float:
-    return room.needs / room.has if room.has else float(room.needs) / 2**60
 
 
 def _problem(room: Room, machine: Machine) -> Problem:

@@ -51,8 +51,6 @@ class RolePlan:
     """Name of the group of processes; roles with equal names share theirs and take turns."""
     memory: tuple[MemoryTerm, ...] = ()
     """The memory terms of each rank, as far as they are known."""
-    memory_bytes: int | None = None
-    """Bytes of each rank while it works, where it computes; None: not known."""
     python: str = ""
     """Its Python environment, as the config names it; empty: the driver's."""
 
@@ -86,9 +84,7 @@ def plan_role(cluster: ClusterSection, roles: Roles, name: str, machine: Machine
     devices = _devices(first, role.gpus, role.ranks, role.facts.processes)
     component, python = role.selection.name, cluster.python.get(name, "")
     terms = tuple(role.facts.memory(role.ranks, role.trained)) if role.facts.memory else ()
-    here = ("",) if devices[0] == "cpu" else ("", "gpu")
-    each = sum(term.bytes for term in terms if term.when == "working" and term.place in here) or None
-    return RolePlan(name, component, role.ranks, threads, devices, "+".join(role.group), terms, each, python)
+    return RolePlan(name, component, role.ranks, threads, devices, "+".join(role.group), terms, python)
 
 
 def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from whet.errors import ConfigError, PluginError
 from whet.plan.colocation import find_turns
 from whet.plan.compatibility import config_problems
 from whet.plan.evaluation import with_answers
-from whet.plan.memory import Room, fullest, memory_problems, rooms, size
+from whet.plan.memory import Room, memory_problems, rooms
 from whet.plan.placement import Machine, RolePlan, Way, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
 from whet.plan.roles import Roles, selections
@@ -50,6 +50,8 @@ class Plan:
     """Reasons why the run does not fit on the machine that it was planned for, and must not be started."""
     machines: int = 1
     """How many machines it was planned for."""
+    peaks: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    """The predicted peak of memory of one rank of each role in each phase; see the feature `memory-forecast`."""
     role_ways: Mapping[str, Way] = attrs.field(factory=dict)
     """How weights travel to further generators, those with `sync_every`."""
 
@@ -66,13 +68,12 @@ class Plan:
         where = "this process" if self.inline else f"worker processes of the {self.launcher} launcher"
         lines = [f"feeds on {self.feeds_on}, in {where}"]
         for role in self.roles:
-            memory = _memory_words(role)
             ranks = f"{role.ranks} rank{'s' if role.ranks > 1 else ''}"
             processes = "" if self.inline else f", in processes {role.processes!r}"
             processes += f" of the Python {role.python!r}" if role.python else ""
             lines.append(
                 f"{role.role}: {role.component}, {ranks} x {role.threads} thread{'s' if role.threads > 1 else ''} "
-                f"on {', '.join(dict.fromkeys(role.devices))}{memory}{processes}"
+                f"on {', '.join(dict.fromkeys(role.devices))}{processes}"
             )
         if self.way is not None:
             lines.append(f"weights: backend -> generator by {self.way.transport}, {self.way.reason}")
@@ -80,26 +81,9 @@ class Plan:
             lines.append(f"weights: backend -> {name} by {way.transport}, {way.reason}")
         if self.turns:
             lines.append(f"take turns, asleep meanwhile: {' | '.join(map(', '.join, self.turns))}")
-        lines += [_room_words(room, self.machines) for room in fullest(self.memory).values()]
         if self.max_context:
             lines.append(f"longest sequence: {self.max_context} tokens")
         return "\n".join([*lines, *self.notes])
-
-
-def _memory_words(role: RolePlan) -> str:
-    if not role.memory_bytes:
-        return ""
-    if role.ranks == 1:
-        return f", at least {size(role.memory_bytes)}"
-    return f", at least {size(role.memory_bytes)} each, {size(role.ranks * role.memory_bytes)} in all"
-
-
-def _room_words(room: Room, machines: int) -> str:
-    """Return a line on how full a host or GPU is."""
-    of = f" of its {size(room.has)}" if room.has is not None else ""
-    where = f"{room.place} of machine {room.node + 1}" if machines > 1 else room.place
-    largest = ", ".join(f"{size(number)} {words}" for words, number in room.terms[:2])
-    return f"memory: {where} holds at least {size(room.needs)}{of}, most of it {largest}"
 
 
 def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInfo] | None = None) -> dict[str, Facts]:

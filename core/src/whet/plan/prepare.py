@@ -24,7 +24,7 @@ from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
-from whet.plugins.features import missing_probe, missing_reader, reader
+from whet.plugins.features import forecasting, missing_probe, missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.process import extra_folders
@@ -125,6 +125,8 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
         warnings=placed((*plan.warnings, *_not_here(cluster, roles)), loaded.layers),
     )  # fmt: skip
+    if (forecasts := forecasting()) is not None:
+        plan = evolve(plan, peaks=forecasts.known_peaks(config, roles, plan))
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = find_models(config.model, config.roles, config_only=False)
     return Prepared(loaded, model, plan, roles, models, target, interpreters)

@@ -1,4 +1,4 @@
-"""What one installed distribution brings beside components: the reader of data files, and the check of weight syncs."""
+"""Features that one installed distribution brings beside components: data files, checks of weight syncs, forecasts."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from whet.plugins.catalog import catalog, install_words
 
 READER = ("whet.data", "data-files", "data files are read")
 PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
+FORECAST = ("whet.forecasts", "memory-forecast", "the peaks of memory are predicted")
 """The entry-point group of a feature, the word for it in the catalog, and what it does."""
 
 
@@ -36,6 +37,12 @@ def load_probe() -> Callable[..., Probe]:
     """Return what builds the probe. Raises `PluginError` with what to install."""
     made: Callable[..., Probe] = _load("weight syncs cannot be checked", *PROBE)
     return made
+
+
+@functools.cache
+def forecasting() -> Any:
+    """Return the module that predicts peaks of memory, with `known_peaks` and `check`. None: there is none."""
+    return None if _missing(*FORECAST) else _load("", *FORECAST)
 
 
 def _missing(group: str, feature: str, does: str) -> str:

@@ -12,6 +12,7 @@ from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
+from whet_memory.case import Forecast
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -154,7 +155,16 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
+        forecast=forecast(config, model) if model.parameters else None,
     )
+
+
+def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
+    """Return how the peaks of a rank are predicted."""
+    from whet_fsdp2.forecast import formulas, savings
+
+    tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
+    return Forecast(settings, model, formulas, tokens, "whet_fsdp2.trace:trace", savings)
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:

@@ -1,139 +1,87 @@
-"""Predict the peaks of roles: a process that traces, and a cache of what it found.
+"""The feature `memory-forecast` of core: peaks for the plan of a run, and the table of `whet check`.
 
-    Tracer   a process of a role's Python with torch; it starts at the first question, and the cache asks it nothing twice
+    known_peaks   every plan: formulas, or a trace that was made before; no process is started
+    check         `whet check`: traces where formulas do not show ample room, and looks for changes that make it fit
 """
 
-import hashlib
-import json
-import os
-import select
-import subprocess
 import sys
-import time
-from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Final
 
-from whet.errors import WhetError
-from whet.runtime.interpreters import surroundings, versions
-from whet_memory.case import Case, Peak, Peaks, Phase
+from attrs import frozen
 
-SECONDS: Final = 120.0
-"""The longest time that one trace may take, the imports of torch and transformers included."""
-_TRAINING: Final[dict[str, Phase]] = {"forward": "train", "backward": "train"}
+from whet.config.sections import Config
+from whet.plan.placement import RolePlan
+from whet.plan.plan import Plan
+from whet.plan.prepare import Prepared
+from whet.plan.rank_placement import place_ranks
+from whet.plan.roles import Roles
+from whet.runtime.interpreters import located
+from whet_memory.case import Forecast
+from whet_memory.changes import Planned, changes
+from whet_memory.places import Moment, moments
+from whet_memory.roles import Predicted, predict
+from whet_memory.table import lines
+from whet_memory.tracer import Tracer
+
+AMPLE: Final = 0.6
+"""The share of a memory up to which formulas are trusted: they can be a fifth off."""
 
 
-class TraceError(WhetError):
-    """A case cannot be traced."""
+@frozen
+class Found:
+    """What `whet check` shows of memory."""
+
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+    """What does not fit, and what would change that."""
+    peaks: Mapping[str, Mapping[str, Any]]
 
 
-class Tracer:
-    """Traces cases in a process of its own, because planning imports no torch."""
+def known_peaks(config: Config, roles: Roles, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the peaks of each role by phase, as built-in types, without starting a process."""
+    tracers = {one.role: Tracer(_python(config, one)) for one in plan.roles}
+    return {name: one.to_dict() for name, one in predict(config, roles, plan, tracers, start=False).items()}
 
-    def __init__(self, python: str = sys.executable, *, use_cache: bool = True) -> None:
-        self._python, self._use_cache = python, use_cache
-        self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
 
-    def __enter__(self) -> "Tracer":
-        """Start nothing yet."""
-        return self
+def check(prepared: Prepared, planned: Planned, trace: bool = False) -> Found:
+    """Return the table, problems and peaks of a plan. `planned` plans it again with further overrides.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-    def known(self, trace: str, case: Case) -> Peaks | None:
-        """Return the peaks of a case that was traced before. Nothing is started."""
-        if not self._use_cache:
-            return None
-        with suppress(OSError, ValueError):
-            return _peaks(json.loads(self._file(trace, case).read_bytes()))
-        return None
-
-    def peaks(self, trace: str, case: Case) -> Peaks:
-        """Return the peaks of a case. Raises `TraceError` with the reason if it cannot be traced."""
-        if (found := self.known(trace, case)) is not None:
-            return found
-        answer = self._ask({"trace": trace, "case": case.to_json()})
-        if "peaks" not in answer:
-            raise TraceError(str(answer.get("failed")))
-        if self._use_cache:
-            _write(self._file(trace, case), answer["peaks"])
-        return _peaks(answer["peaks"])
-
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        process = self._started()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()
-        except OSError as error:
-            raise TraceError(f"the process that traces has ended: {error}") from error
-        found: dict[str, Any] = json.loads(self._line(process))
-        return found
-
-    def _line(self, process: "subprocess.Popen[bytes]") -> bytes:
-        """Return a line of the process. Raises `TraceError` if it ends or takes too long."""
-        assert process.stdout is not None
-        until = time.monotonic() + SECONDS
-        while b"\n" not in self._rest:
-            if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-                self.__exit__(None, None, None)
-                raise TraceError(f"it took more than {SECONDS:g} s")
-            read = os.read(process.stdout.fileno(), 1 << 16)
-            if not read:
-                raise TraceError(f"the process that traces ended with code {process.wait()}")
-            self._rest += read
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
-
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [self._python, "-m", "whet_memory.tracing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, env={**surroundings(self._python, os.environ), "CUDA_VISIBLE_DEVICES": ""},
+    A training step is traced if `trace` asks for it, or if formulas do not show ample room.
+    """
+    with ExitStack() as stack:
+        tracers = {
+            one.role: stack.enter_context(Tracer(_python(prepared.config, one))) for one in _traceable(prepared)
+        }  # fmt: skip
+        predicted, found = _predicted(prepared, tracers, start=trace)
+        if not trace and any(moment.share > AMPLE for moment in found):
+            predicted, found = _predicted(prepared, tracers, start=True)
+        table = list(lines(predicted, found))
+        problems = list[str]()
+        if prepared.config.cluster.memory != "ignore" and not all(moment.fits for moment in found):
+            told, problems = changes(
+                prepared, planned, found, lambda other: _predicted(other, tracers, start=True)[1],
+                lambda other: _predicted(other, {}, start=False)[1],
             )  # fmt: skip
-        return self._process
-
-    def _file(self, trace: str, case: Case) -> Path:
-        """Return the file of a case in the cache. Its name depends on everything that the result depends on."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (trace, case.to_json(), self._python, versions() if self._python == sys.executable else {}):
-            digest.update(json.dumps(part, sort_keys=True).encode())
-        for module in (trace.partition(".")[0], "whet_memory", "whet_ops"):
-            for file in sorted(_sources(module)):
-                digest.update(file.read_bytes())
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return folder / "whet" / "memory" / f"{digest.hexdigest()}.json"
+            table += told
+    return Found(tuple(table), tuple(problems), {name: one.to_dict() for name, one in predicted.items()})
 
 
-def _sources(module: str) -> list[Path]:
-    spec = find_spec(module)
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    return [file for folder in folders for file in Path(folder).glob("*.py")]
+def _predicted(
+    prepared: Prepared, tracers: Mapping[str, Tracer], *, start: bool
+) -> tuple[dict[str, Predicted], list[Moment]]:
+    plan, config = prepared.plan, prepared.config
+    predicted = predict(config, prepared.roles, plan, tracers, start=start)
+    placed = place_ranks(config.cluster, prepared.roles, plan.roles, prepared.machine)
+    return predicted, moments(predicted, placed, plan.turns, prepared.machine)
 
 
-def _write(file: Path, value: Any) -> None:
-    """Write a file of the cache whole. A cache that cannot be written is none."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(value))
-        partial.replace(file)
+def _traceable(prepared: Prepared) -> Iterable[RolePlan]:
+    facts = {one.role: prepared.roles[one.role].facts.forecast for one in prepared.plan.roles}
+    return [one for one in prepared.plan.roles if isinstance(facts[one.role], Forecast)]
 
 
-def _peaks(traced: dict[str, int]) -> dict[Phase, Peak]:
-    """Return the peaks of phases from those of their parts."""
-    found: dict[Phase, Peak] = {}
-    for name, size in traced.items():
-        phase: Any = _TRAINING.get(name, name)
-        found[phase] = Peak(max(size, found[phase].device if phase in found else 0))
-    return found
+def _python(config: Config, one: RolePlan) -> str:
+    apart = one.python and config.cluster.workers == "process"
+    return str(located(one.python)) if apart else sys.executable

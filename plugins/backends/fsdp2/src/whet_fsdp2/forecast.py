@@ -1,0 +1,108 @@
+"""Closed formulas for the peaks of a rank, and what can be changed to lower them. Imports no torch.
+
+The formulas serve where a trace is not worth its seconds, or not possible. They count per token and layer, with hidden
+size H, feed-forward size I, bytes b of a number in the forward pass (fitted to traces of Qwen2, Qwen3 and Llama):
+
+    without checkpointing   2 b (4 I + 11 H) / 2 ...... kept from the forward pass to the backward pass
+    with checkpointing      b H                         and the whole of one layer, twice: values and gradients
+"""
+
+from whet.component import MemoryTerm
+from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
+from whet_fsdp2.config import Fsdp2Config, memory
+from whet_memory.case import Case, Peak, Peaks, Saving
+
+CHUNK_BYTES = 128 << 20
+"""See `whet_ops.logprobs`, which imports torch."""
+BUCKET_BYTES = 256 << 20
+"""See `whet_weights.bucket_stream`."""
+
+
+def formulas(case: Case) -> Peaks:
+    """Return the peaks of each phase."""
+    config, model, ranks = structure(dict(case.settings), Fsdp2Config, None), case.model, case.sizes.shards
+    gpu = case.device == "gpu"
+    terms = list(memory(config, model, ranks, case.trained))
+    held = sum(term.bytes for term in terms if _is_held(term, gpu))
+    passing = sum(term.bytes for term in terms if "gathered" in term.what)
+    gradients = sum(term.bytes for term in terms if "gradients" in term.what)
+    idle = held - passing - gradients
+    loaded = [term for term in terms if term.when == "loading"]
+    device = sum(term.bytes for term in loaded if gpu == (term.place == "gpu"))
+    host = sum(term.bytes for term in loaded if term.place == "host") if gpu else 0
+    head = _head(case, config)
+    asleep = idle if gpu else 0
+    peaks: dict[str, Peak] = {
+        "loading": Peak(device if device or gpu else max(device, 4 * model.parameters), host),
+        "idle": Peak(idle),
+        "weight_sync": Peak(idle + 4 * model.vocab_size * _count(model, "hidden_size") * (ranks > 1) + BUCKET_BYTES * gpu),
+        "asleep": Peak(0, asleep),
+    }
+    if case.trained:
+        peaks["train"] = Peak(held + max(head, activations(case, config)))
+        peaks["optimizer"] = Peak(idle + gradients)
+    else:
+        peaks["score"] = Peak(idle + passing + max(head, _layer(case, kept=False)))
+    return peaks  # type: ignore[return-value]  # the keys are phases
+
+
+def activations(case: Case, config: Fsdp2Config) -> int:
+    """Return the bytes of activations at the most, over all layers."""
+    layers, number = _count(case.model, "num_hidden_layers"), 2 if case.model.dtype == "bfloat16" else 4
+    if not config.gradient_checkpointing:
+        return layers * _layer(case, kept=True)
+    return layers * number * case.tokens * _count(case.model, "hidden_size") + 2 * _layer(case, kept=True)
+
+
+def _layer(case: Case, kept: bool) -> int:
+    """Return the bytes of one layer's activations: those that the backward pass needs, or those of a moment."""
+    number = 2 if case.model.dtype == "bfloat16" else 4
+    per_token = 4 * _mlp_size(case.model) + 11 * _count(case.model, "hidden_size")
+    return case.tokens * number * (per_token if kept else per_token // 2)
+
+
+def _head(case: Case, config: Fsdp2Config) -> int:
+    """Return the bytes of the logits of one chunk, forward and backward, and of the head's gradient."""
+    if config.head == "value":
+        return 0
+    vocabulary = case.model.vocab_size
+    chunk = min(case.tokens, config.logprob_chunk or max(1, CHUNK_BYTES // (4 * max(1, vocabulary))))
+    return 3 * 4 * chunk * vocabulary + 4 * vocabulary * _count(case.model, "hidden_size")
+
+
+def _is_held(term: MemoryTerm, gpu: bool) -> bool:
+    return term.when == "working" and (term.place == "" or (gpu and term.place == "gpu"))
+
+
+def savings(case: Case) -> tuple[Saving, ...]:
+    """Return the changes of this section that can lower the peak, the cheapest first."""
+    config = structure(dict(case.settings), Fsdp2Config, None)
+    found = []
+    if case.trained and not config.reshard_after_forward and case.sizes.shards > 1:
+        found.append(Saving("reshard_after_forward", True, "each layer is gathered once more"))
+    if case.trained and not config.gradient_checkpointing:
+        found.append(Saving("gradient_checkpointing", True, "a third more time of each training step"))
+    least = max(512, case.longest if case.longest < case.tokens else 0)
+    if (half := config.micro_batch_tokens // 2) >= least:
+        found.append(Saving("micro_batch_tokens", half, "smaller passes, which use a device less well"))
+    if (quarter := config.micro_batch_tokens // 4) >= least:
+        found.append(Saving("micro_batch_tokens", quarter, "smaller passes, which use a device less well"))
+    default = max(1, CHUNK_BYTES // (4 * max(1, case.model.vocab_size)))
+    if config.head == "lm" and (config.logprob_chunk or default) > 64:
+        found.append(Saving("logprob_chunk", 64, "more and smaller products with the head"))
+    return tuple(found)
+
+
+def _count(model: ModelInfo, key: str, default: int = 0) -> int:
+    """Return a number of the model's `config.json`; multimodal models have it under `text_config`."""
+    inner = model.config.get("text_config")
+    value = model.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _mlp_size(model: ModelInfo) -> int:
+    """Return the feed-forward values of a token in one layer, of all experts that see it."""
+    chosen = _count(model, "num_experts_per_tok")
+    own = _count(model, "intermediate_size", 4 * _count(model, "hidden_size"))
+    return chosen * _count(model, "moe_intermediate_size", own) if chosen else own

@@ -1,0 +1,86 @@
+"""What GPUs and hosts hold at their fullest moment: the peaks of roles, put where their ranks live.
+
+A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or nothing if the
+two take turns and it sleeps then. A role loads while the others are not there yet.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from attrs import frozen
+
+from whet.plan.memory import HOST
+from whet.plan.placement import Machine
+from whet.plan.rank_placement import RankPlacement
+from whet_memory.case import Peak, Phase
+from whet_memory.roles import GPU_RESERVE, Predicted
+
+
+@frozen
+class Moment:
+    """The memory of one GPU or host during a phase of a role."""
+
+    role: str
+    phase: Phase
+    place: str
+    node: int
+    needs: int
+    has: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it is not known to be too much."""
+        return self.has is None or self.needs <= self.has
+
+    @property
+    def share(self) -> float:
+        """Return the needed share of the memory, 0 if it is not known how much there is."""
+        return self.needs / self.has if self.has else 0.0
+
+
+def moments(
+    predicted: Mapping[str, Predicted], placed: Sequence[RankPlacement], turns: Sequence[Sequence[str]],
+    machine: Machine,
+) -> list[Moment]:  # fmt: skip
+    """Return every moment of every GPU and host that holds a rank."""
+    found = []
+    for number, node in enumerate(machine.nodes):
+        here = [one for one in placed if one.node == number]
+        gpus = sorted({gpu for one in here for gpu in one.gpus})
+        for role, phase in _phases(predicted, here):
+            for gpu in gpus:
+                there = [one for one in here if gpu in one.gpus]
+                has = node.gpu_bytes[gpu] if gpu < len(node.gpu_bytes) else None
+                needs = sum(_held(predicted, one, role, phase, turns, has)[0] for one in there)
+                needs += GPU_RESERVE * len({one.role.processes for one in there})
+                if any(one.role.role == role for one in there):
+                    found.append(Moment(role, phase, f"GPU {gpu}", number, needs, has))
+            sizes = [_held(predicted, one, role, phase, turns, None) for one in here]
+            needs = sum(host + (0 if one.gpus else device) for one, (device, host) in zip(here, sizes, strict=True))
+            if needs:
+                found.append(Moment(role, phase, HOST, number, needs, node.memory_bytes))
+    return found
+
+
+def _phases(predicted: Mapping[str, Predicted], here: Sequence[RankPlacement]) -> Iterator[tuple[str, Phase]]:
+    for role in dict.fromkeys(one.role.role for one in here):
+        yield from ((role, phase) for phase in predicted[role].peaks if phase not in ("idle", "asleep"))
+
+
+def _held(
+    predicted: Mapping[str, Predicted], one: RankPlacement, role: str, phase: Phase, turns: Sequence[Sequence[str]],
+    has: int | None,
+) -> tuple[int, int]:  # fmt: skip
+    """Return the bytes of a rank on its GPU, or where it computes, and on its host, during a phase of a role."""
+    name, peaks = one.role.role, predicted[one.role.role].peaks
+    if name == role:
+        held = peaks[phase]
+    elif phase == "loading":
+        return 0, 0
+    else:
+        sleeps = any(name in side and role not in side for side in turns) and any(role in side for side in turns)
+        held = peaks.get("asleep", Peak(0)) if sleeps else peaks.get("idle", Peak(0))
+    device = held.device // max(1, len(one.gpus))
+    if has is not None and held.device and phase != "loading" and predicted[name].source == "terms":
+        share = max((term.gpu_share for term in one.role.memory), default=0.0)
+        device = max(int(share * has), device) if share else device
+    return device, held.host

@@ -1,0 +1,47 @@
+"""The predicted peaks as lines for people."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from whet.plan.memory import HOST, size
+from whet_memory.places import Moment
+from whet_memory.roles import Predicted
+
+_SOURCES = {
+    "trace": "traced: the training step itself, on tensors without memory",
+    "formulas": "by formulas, which can be a fifth off; `whet check --trace` is exact",
+    "terms": "weights, cache and the like alone, without activations",
+}
+
+
+def lines(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterator[str]:
+    """Yield the table: a line for each role and phase, at its fullest GPU and host."""
+    yield "memory, the predicted peak of each phase:"
+    header = ("role", "phase", "one rank", "with all that is on the fullest GPU or host then")
+    rows = [header, *_rows(predicted, found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        yield "  " + "  ".join((*(row[i].ljust(widths[i]) for i in range(3)), row[3])).rstrip()
+    for source, words in _SOURCES.items():
+        if names := [name for name, one in predicted.items() if one.source == source]:
+            yield f"  {', '.join(names)}: {words}"
+    for name, one in predicted.items():
+        if one.why:
+            yield f"  {name} was not traced: {one.why}"
+
+
+def _rows(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterator[tuple[str, str, str, str]]:
+    for name, one in predicted.items():
+        for phase, peak in one.peaks.items():
+            own = size(peak.device) + (f" + {size(peak.host)} host" if peak.host else "")
+            here = [moment for moment in found if (moment.role, moment.phase) == (name, phase)]
+            worst = [
+                max(group, key=lambda moment: (moment.share, moment.needs))
+                for group in ([m for m in here if m.place != HOST], [m for m in here if m.place == HOST]) if group
+            ]  # fmt: skip
+            yield name, phase, own, "; ".join(map(_words, worst))
+
+
+def _words(moment: Moment) -> str:
+    where = "host" if moment.place == HOST else moment.place
+    of = f" of {size(moment.has)}" if moment.has is not None else ""
+    return f"{where}: {size(moment.needs)}{of}{'' if moment.fits else '  DOES NOT FIT'}"
