@@ -80,6 +80,7 @@ def _as_rows(x: Tensor) -> Tensor:
 def refuse_unsupported(
     plan: AttentionPlan, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
 ) -> None:
+    """Raise `UnsupportedAttentionError` if a model's attention is more than the segments of a packed row."""
     window = more.get("sliding_window")
     if window is not None and window < plan.longest():
         raise UnsupportedAttentionError(f"its sliding window of {window} is shorter than {plan.longest()} tokens")

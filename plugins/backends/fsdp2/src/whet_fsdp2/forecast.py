@@ -36,7 +36,9 @@ def formulas(case: Case) -> Peaks:
     peaks: dict[str, Peak] = {
         "loading": Peak(device if device or gpu else max(device, 4 * model.parameters), host),
         "idle": Peak(idle),
-        "weight_sync": Peak(idle + 4 * model.vocab_size * _count(model, "hidden_size") * (ranks > 1) + BUCKET_BYTES * gpu),
+        "weight_sync": Peak(
+            idle + 4 * model.vocab_size * _count(model, "hidden_size") * (ranks > 1) + BUCKET_BYTES * gpu
+        ),
         "asleep": Peak(0, asleep),
     }
     if case.trained:

@@ -45,6 +45,7 @@ class Hastened:
         self._module, self._slow = module, slow
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the norm of the last dimension."""
         weight = self._module.weight
         if hidden.dtype != torch.float32 or weight.dtype != torch.float32 or hidden.device.type != "cpu":
             slow: Tensor = self._slow(hidden)

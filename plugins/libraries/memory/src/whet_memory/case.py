@@ -1,8 +1,8 @@
 """The records of a prediction: what it depends on, and what comes out. No torch; a `Case` travels as JSON.
 
-    Forecast   what a component declares (`WorkerFacts.forecast`): closed formulas, a trace, and changes that save memory
-    Case       one rank of a role, with everything that its memory depends on
-    Peak       bytes on the device and on the host, the most of one phase
+Forecast   what a component declares (`WorkerFacts.forecast`): closed formulas, a trace, and changes that save memory
+Case       one rank of a role, with everything that its memory depends on
+Peak       bytes on the device and on the host, the most of one phase
 """
 
 from collections.abc import Callable, Mapping

@@ -62,12 +62,14 @@ def changes(
     head = [f"changes that make it fit, by the same prediction ({len(told)} found):"] if told else []
     rest = [] if len(told) == WANTED else ["  besides: GPUs with more memory, or a smaller model"]
     if stubborn and not told:
-        rest = [f"no change that was tried makes the phase {' or '.join(sorted(stubborn))} fit: it takes more memory or a "
-                "smaller model"]  # fmt: skip
+        phases = " or ".join(sorted(stubborn))
+        rest = [
+            f"no change that was tried makes the phase {phases} fit: take GPUs with more memory, or a smaller model"
+        ]
     where = "the host" if before.place == HOST else before.place
     problem = (
-        f"cluster.memory: {where} has {size(before.has or 0)}, and {before.role} needs {size(before.needs)} of it in the "
-        f"phase {before.phase}, as predicted; `cluster.memory: ignore` tries it all the same"
+        f"cluster.memory: {where} has {size(before.has or 0)}, and {before.role} needs {size(before.needs)} of it "
+        f"in the phase {before.phase}, as predicted; `cluster.memory: ignore` tries it all the same"
     )
     known = any(text.partition("cluster.memory: ")[1] for text in prepared.plan.refusals)
     return [*head, *(f"  {line}" for line in told), *rest], [] if known else [problem]
@@ -133,7 +135,7 @@ def _on_more(more: Change, change: Change) -> Change:
 
 
 def _more_gpus(prepared: Prepared, before: Moment) -> Iterator[Change]:
-    """Yield plans on twice as many GPUs, and again, for all roles that share processes with the one that lacks memory."""
+    """Yield plans on twice as many GPUs, four times as many, ..., for all roles that share processes."""
     roles, cluster = prepared.roles, prepared.config.cluster
     group = [name for name in roles[before.role].group if cluster.gpus.get(name)]
     if before.place == HOST or not group:

@@ -1,7 +1,7 @@
 """The feature `memory-forecast` of core: peaks for the plan of a run, and the table of `whet check`.
 
-    known_peaks   every plan: formulas, or a trace that was made before; no process is started
-    check         `whet check`: traces where formulas do not show ample room, and looks for changes that make it fit
+known_peaks   every plan: formulas, or a trace that was made before; no process is started
+check         `whet check`: traces where formulas do not show ample room, and looks for changes that make it fit
 """
 
 import sys

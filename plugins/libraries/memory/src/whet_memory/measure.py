@@ -1,8 +1,8 @@
 """Measure the most memory that a worker holds in each phase of its work.
 
-On a GPU: `torch.cuda.max_memory_allocated`, the bytes of tensors. On a CPU: the peak of resident memory that is neither a
-mapped file nor shared, beyond what the process had before it loaded a model. Linux counts it without sampling: a write
-to `/proc/self/clear_refs` begins anew (proc_pid_clear_refs(5)), and `VmHWM` is the peak since.
+On a GPU: `torch.cuda.max_memory_allocated`, the bytes of tensors. On a CPU: the peak of resident memory that is neither
+a mapped file nor shared, beyond what the process had before it loaded a model. Linux counts it without sampling: a
+write to `/proc/self/clear_refs` begins anew (proc_pid_clear_refs(5)), and `VmHWM` is the peak since.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """What GPUs and hosts hold at their fullest moment: the peaks of roles, put where their ranks live.
 
-A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or nothing if the
-two take turns and it sleeps then. A role loads while the others are not there yet.
+A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or nothing if
+the two take turns and it sleeps then. A role loads while the others are not there yet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """The predicted peaks of each role of a plan, from the best source that there is.
 
-    trace      a training step of the component's own code, on tensors without memory
-    formulas   of the component
-    terms      the least that the plan knows: `WorkerFacts.memory`, without activations
+trace      a training step of the component's own code, on tensors without memory
+formulas   of the component
+terms      the least that the plan knows: `WorkerFacts.memory`, without activations
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from whet.plan.placement import RolePlan
 from whet.plan.plan import Plan
 from whet.plan.roles import Role, Roles
 from whet_memory.case import PHASES, Case, Forecast, Peak, Peaks, Phase
-from whet_memory.tracer import Tracer, TraceError
+from whet_memory.tracer import TraceError, Tracer
 
 Source = Literal["trace", "formulas", "terms"]
 GPU_RESERVE: Final = 1 << 30

@@ -1,7 +1,7 @@
 """The process that traces: `python -m whet_memory.tracing` reads jobs from stdin and answers each with a line.
 
-    job      {"trace": "package.module:function", "case": {...}}
-    answer   {"peaks": {phase: bytes}}   or   {"failed": "why"}
+job      {"trace": "package.module:function", "case": {...}}
+answer   {"peaks": {phase: bytes}}   or   {"failed": "why"}
 """
 
 import contextlib
