@@ -76,7 +76,7 @@ def predicted(number: int) -> dict[str, int]:
     _, config, section, dtype, ranks, tokens = CASES[number]
     settings = attrs.asdict(Fsdp2Config(**section))
     case = Case(settings, ModelInfo("", config, dtype), Sizes(ranks), tokens=tokens, longest=512)
-    with Tracer(sys.executable, use_cache=False) as tracer:
+    with Tracer(sys.executable, use_cache=False, seconds=900) as tracer:
         peaks = tracer.peaks("whet_fsdp2.trace:trace", case)
     return {phase: peak.device for phase, peak in peaks.items()}
 

@@ -9,7 +9,6 @@ from attrs import evolve, frozen
 from whet.component import AlgorithmFacts, BackendFacts, Component, Facts, GeneratorFacts, MemoryTerm, Selection
 from whet.config.sections import ClusterSection, Config, ModelSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
-from whet.plan.memory import fullest
 from whet.plan.placement import Machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.roles import make_roles
@@ -68,8 +67,7 @@ def test_on_processors_all_ranks_of_all_roles_add_up_on_their_host() -> None:
     assert needs(planned(Machine(8))) == {"0 the host": 12 + 7}
     two = planned(Machine(8), ranks={"backend": 2, "generator": 3})
     assert needs(two) == {"0 the host": 12 + 3 * 7}, "the backend's ranks share theirs out, the generator's do not"
-    assert two.role("backend").memory_bytes == 6 * GIB
-    assert "backend: trainer, 2 ranks x 4 threads on cpu, at least 6.0 GiB each, 12.0 GiB in all" in two.describe()
+    assert "backend: trainer, 2 ranks x 4 threads on cpu" in two.describe()
 
 
 def test_weights_that_processes_share_wait_on_the_host() -> None:
@@ -156,8 +154,6 @@ def test_on_a_cluster_each_machine_holds_what_lives_there() -> None:
     both = evolve(node, others=(evolve(node, gpus=0, gpu_bytes=(), memory_bytes=8 * GIB),))
     plan = planned(both, **CLUSTER, gpus={"backend": 2})
     assert needs(plan) == {"0 GPU 0": 6, "0 GPU 1": 6, "0 the host": 2 * 5, "1 the host": 7}
-    assert {kind: room.node for kind, room in fullest(plan.memory).items()} == {"GPU": 0, "host": 1}
-    assert "memory: the host of machine 2 holds at least 7.0 GiB of its 8.0 GiB" in plan.describe()
     spread = planned(evolve(node, others=(node,)), **CLUSTER, gpus={"backend": 2}, placement={"backend": "spread"})
     assert {name for name in needs(spread) if "GPU" in name} == {"0 GPU 0", "1 GPU 0"}
 

@@ -27,6 +27,8 @@ from whet_memory.tracer import Tracer
 
 AMPLE: Final = 0.6
 """The share of a memory up to which formulas are trusted: they can be a fifth off."""
+HOPELESS: Final = 10.0
+"""The share of a memory from which on formulas are enough to show that it does not fit."""
 
 
 @frozen
@@ -55,7 +57,8 @@ def check(prepared: Prepared, planned: Planned, trace: bool = False) -> Found:
             one.role: stack.enter_context(Tracer(_python(prepared.config, one))) for one in _traceable(prepared)
         }  # fmt: skip
         predicted, found = _predicted(prepared, tracers, start=trace)
-        if not trace and any(moment.share > AMPLE for moment in found):
+        shares = [moment.share for moment in found if moment.phase != "loading"]  # which no trace tells
+        if not trace and AMPLE < max(shares, default=0.0) < HOPELESS:
             predicted, found = _predicted(prepared, tracers, start=True)
         table = list(lines(predicted, found))
         problems = list[str]()

@@ -35,8 +35,8 @@ class TraceError(WhetError):
 class Tracer:
     """Traces cases in a process of a role's Python. The process starts at the first question."""
 
-    def __init__(self, python: str = sys.executable, *, use_cache: bool = True) -> None:
-        self._python, self._use_cache = python, use_cache
+    def __init__(self, python: str = sys.executable, *, use_cache: bool = True, seconds: float = SECONDS) -> None:
+        self._python, self._use_cache, self._seconds = python, use_cache, seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
 
@@ -86,11 +86,11 @@ class Tracer:
     def _line(self, process: "subprocess.Popen[bytes]") -> bytes:
         """Return a line of the process. Raises `TraceError` if it ends or takes too long."""
         assert process.stdout is not None
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + self._seconds
         while b"\n" not in self._rest:
             if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
                 self.__exit__(None, None, None)
-                raise TraceError(f"it took more than {SECONDS:g} s")
+                raise TraceError(f"it took more than {self._seconds:g} s")
             read = os.read(process.stdout.fileno(), 1 << 16)
             if not read:
                 raise TraceError(f"the process that traces ended with code {process.wait()}")
