@@ -24,6 +24,29 @@ def test_the_number_of_parameters_is_that_of_transformers(tiny_models: Callable[
     assert read_model(folder).parameters == pytest.approx(counted, rel=0.01)
 
 
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 48, "mlp_only_layers": [1], "head_dim": 32},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "head_dim": 32},
+    "olmoe": {"num_experts": 8},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_all_experts_of_a_mixture_count(family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        "model_type": family, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 500,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, **MIXTURES[family],
+    }  # fmt: skip
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    counted = sum(parameter.numel() for parameter in real.parameters())
+    assert ModelInfo("x", config).parameters == pytest.approx(counted, rel=0.01)
+
+
 def test_a_model_folder_says_what_it_holds(tiny_model_folder: Path) -> None:
     info = read_model(tiny_model_folder, dtype="bfloat16")
     assert (info.architecture, info.vocab_size, info.max_positions) == ("Qwen3ForCausalLM", 384, 256)

@@ -54,10 +54,9 @@ def test_a_value_that_code_reads_is_one() -> None:
 
 def test_a_meter_finds_the_peak_of_each_phase_and_nothing_of_mapped_files() -> None:
     meter = PeakMeter(torch.device("cpu"), "critic")
-    with meter.phase("train"):
-        with mmap.mmap(-1, 96 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            for page in range(0, 96 * MIB, mmap.PAGESIZE):
-                memory[page] = 1
+    with meter.phase("train"), mmap.mmap(-1, 96 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        for page in range(0, 96 * MIB, mmap.PAGESIZE):
+            memory[page] = 1
     with meter.phase("optimizer"):
         pass
     found = {name: metric.number() * 1024 for name, metric in meter.metrics().items()}

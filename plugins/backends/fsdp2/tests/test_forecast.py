@@ -1,0 +1,110 @@
+"""Predicted memory of a rank: traces against counted parameters, other traces, and what a worker measures."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from whet.data.model_info import ModelInfo
+from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.forecast import formulas, savings
+from whet_fsdp2.trace import trace
+from whet_memory.case import Case, Sizes
+from whet_memory.timelines import peak
+from whet_memory.tracing import traced
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
+    "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4000,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {**SHAPE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
+       "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+
+
+def case(ranks: int = 1, dtype: str = "float32", config: dict[str, Any] = SHAPE, tokens: int = 512, **section: Any) -> Case:  # fmt: skip
+    settings = attrs.asdict(Fsdp2Config(**section))
+    return Case(settings, ModelInfo("", config, dtype), Sizes(ranks), tokens=tokens, longest=256)
+
+
+def counted(config: dict[str, Any]) -> int:
+    """Return the number of parameters that transformers builds."""
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("config", [SHAPE, MOE])
+def test_weights_and_moments_of_all_layers_are_12_bytes_a_parameter(config: dict[str, Any]) -> None:
+    found = traced(trace, case(config=config))
+    assert found["idle"] == pytest.approx(12 * counted(config), rel=0.01)
+    assert found["optimizer"] == pytest.approx(16 * counted(config), rel=0.01), "gradients as well"
+
+
+@pytest.mark.parametrize("section", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_few_layers_predict_what_a_trace_of_all_layers_finds(section: dict[str, Any], ranks: int) -> None:
+    whole = {phase: peak(line) for phase, line in trace(case(ranks, **section)).items()}
+    assert traced(trace, case(ranks, **section)) == pytest.approx(whole, rel=0.02)
+
+
+def test_ranks_share_out_weights_and_checkpointing_keeps_fewer_activations() -> None:
+    one, two = traced(trace, case()), traced(trace, case(2))
+    assert two["idle"] == pytest.approx(one["idle"] / 2, rel=0.02)
+    less = traced(trace, case(gradient_checkpointing=True, tokens=4096))
+    assert less["backward"] < 0.7 * traced(trace, case(tokens=4096))["backward"]
+
+
+def test_a_frozen_model_holds_its_weights_alone() -> None:
+    frozen = attrs.evolve(case(), trained=False)
+    found = traced(trace, frozen)
+    assert found["idle"] == pytest.approx(4 * counted(SHAPE), rel=0.01)
+    assert set(found) == {"score", "idle"}
+
+
+@pytest.mark.parametrize("section", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_formulas_come_near_a_trace(section: dict[str, Any], dtype: str) -> None:
+    one = case(dtype=dtype, tokens=4096, **section)
+    found, closed = traced(trace, one), formulas(one)
+    assert closed["train"].device == pytest.approx(max(found["forward"], found["backward"]), rel=0.4)
+    assert closed["optimizer"].device == pytest.approx(found["optimizer"], rel=0.05)
+    assert closed["idle"].device == pytest.approx(found["idle"], rel=0.05)
+
+
+def test_every_saving_lowers_the_trace_or_leaves_it_and_none_is_already_set() -> None:
+    one = case(tokens=4096)
+    before = max(traced(trace, one).values())
+    for saving in savings(one):
+        assert one.settings[saving.key] != saving.value
+        fewer = saving.value if saving.key == "micro_batch_tokens" else one.tokens
+        after = attrs.evolve(one, settings={**one.settings, saving.key: saving.value}, tokens=min(fewer, one.tokens))
+        assert max(traced(trace, after).values()) <= before
+
+
+def test_a_case_travels_as_json_and_leaves_the_folder_behind() -> None:
+    import json
+
+    one = attrs.evolve(case(2), model=ModelInfo("/home/me/model", SHAPE, "bfloat16"))
+    back = Case.from_json(json.loads(json.dumps(one.to_json())))
+    assert back == attrs.evolve(one, model=attrs.evolve(one.model, path=""), settings=back.settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 4, 10])
+def test_a_worker_measures_what_was_predicted(number: int) -> None:
+    file = Path(__file__).parents[4] / "benchmarks" / "memory_prediction.py"
+    spec = importlib.util.spec_from_file_location("memory_prediction", file)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = sys.modules["memory_prediction"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    expected, found = benchmark.predicted(number), benchmark.measured(number)
+    for phase in benchmark.PHASES:
+        assert found[phase] == pytest.approx(expected[phase], rel=0.1)
