@@ -21,11 +21,15 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4000,
     "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
-MOE = {**SHAPE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
-       "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+MOE = {
+    **SHAPE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 
 
-def case(ranks: int = 1, dtype: str = "float32", config: dict[str, Any] = SHAPE, tokens: int = 512, **section: Any) -> Case:  # fmt: skip
+def case(
+    ranks: int = 1, dtype: str = "float32", config: dict[str, Any] = SHAPE, tokens: int = 512, **section: Any
+) -> Case:
     settings = attrs.asdict(Fsdp2Config(**section))
     return Case(settings, ModelInfo("", config, dtype), Sizes(ranks), tokens=tokens, longest=256)
 
