@@ -46,7 +46,7 @@ def trace(case: Case) -> dict[str, Timeline]:
     root, frozen = _build(case, config, trained=case.trained), []
     for wanted in (config.reference, config.teacher):
         frozen += [_build(case, config, trained=False)] if wanted else []
-    with fake_tensors() as live, _few_chunks(case.outputs):
+    with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype():
         for one, trained in ((root, case.trained), *((one, False) for one in frozen)):
             _allocate(one, low and ranks == 1 and not trained)
         layout: Layout = "padded" if root.model.config._attn_implementation not in (attention.NAME, ROWS) else "packed"
@@ -82,6 +82,24 @@ def _few_chunks(outputs: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         logprobs._parts = real
+
+
+@contextmanager
+def _experts_of_any_dtype() -> Iterator[None]:
+    """Compute experts by the operation of transformers that has shapes for fake tensors of every dtype.
+
+    PyTorch's `_grouped_mm` computes float32 on a CPU, but refuses fake tensors of it. Results have the same shapes.
+    """
+    from transformers.integrations import moe
+
+    real = getattr(moe, "_can_use_grouped_mm", None)
+    if real is not None:
+        moe._can_use_grouped_mm = lambda *tensors: False
+    try:
+        yield
+    finally:
+        if real is not None:
+            moe._can_use_grouped_mm = real
 
 
 def _make_moments(weights: PolicyWeights, stepper: Stepper) -> None:

@@ -42,6 +42,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
+        found: dict[str, Any]
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 found = {"peaks": traced(resolve(job["trace"]), Case.from_json(job["case"]))}
