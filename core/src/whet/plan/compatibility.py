@@ -238,6 +238,9 @@ def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
     yield from _pythons(cluster, roles.known)
     yield from _nodes(cluster, roles)
     yield from gpus_apart(roles)
+    for role in roles:
+        for problem in role.facts.problems(role.ranks) if role.facts.problems else ():
+            yield Problem(f"{role.path}.{problem.path}", problem.message)
     if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 

@@ -36,12 +36,14 @@ from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.export import copy_companions, set_padding
-from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
+from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
-from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
+from whet_fsdp2.root import AnyRoot, Root, ValueRoot
+from whet_fsdp2.sharding import local, reshard
+from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_weights.offload import Offload
 
 P = ParamSpec("P")
@@ -81,13 +83,14 @@ class Worker:
         torch.set_num_threads(rank.threads)
         self._config = structure(config, Fsdp2Config, None)
         self._info, self._longest = model, longest
-        self._ranks = Ranks(rank)
+        self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
         self._root, self._layout = self._build(model, trained)
-        self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
+        copied = self._low and trained and self._ranks.grid.averaged == 1
+        self._weights = PolicyWeights(self._root, copied, rank.size)
         self._frozen: dict[str, AnyRoot] = {}
         if self._config.reference:
             self._frozen["reference"], _ = self._build(model, trained=False)
@@ -113,38 +116,35 @@ class Worker:
         return info
 
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
-        config = self._config
-        model = load_model(info, config.head, self._seed)
-        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
-        if trained and self._config.gradient_checkpointing:
+        config, ranks = self._config, self._ranks
+        # Only weights that are trained have float32 masters.
+        mastered = trained or not self._low
+        model = load_model(
+            info, config.head, self._seed, dtype=torch.float32 if mastered else torch.bfloat16, ranks=ranks,
+            reshard_after_forward=config.reshard_after_forward, low_precision=self._low and mastered,
+        )  # fmt: skip
+        if ranks.size == 1:
+            model.to(self._device)
+        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
+        if trained and config.gradient_checkpointing:
             enable_checkpointing(model)
-        model.to(self._device)
         if not trained:
             model.requires_grad_(False)
-        if self._ranks.size > 1:
-            shard(
-                root,
-                ranks=self._ranks.size,
-                device=self._device,
-                low_precision=self._low,
-                reshard_after_forward=self._config.reshard_after_forward,
-            )
-        elif not trained and self._low:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
+        reshard(model)
         return root, layout
 
     def coordinates(self) -> RankCoordinates:
-        """Return this rank's coordinates: every rank has a batch shard of its own."""
-        return RankCoordinates(data=self._ranks.rank)
+        """Return this rank's coordinates. Ranks with the same `data` work on one batch shard."""
+        return self._ranks.coordinates
 
     # Training
 
     @_leaving_room
-    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
+    def train(self, batch: Batch | None, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
         """Take one optimizer step on this rank's share of a batch."""
         if not self._trained:
             raise WhetError("this model is frozen: nobody said that it would be trained")
+        batch, count_over = self._ranks.share([batch, count_over])
         made = self._loss(loss)
         counts = self._counts(made, batch if count_over is None else count_over)
         tokens = {"tokens": metrics.total(float(batch.tokens))}
@@ -157,8 +157,9 @@ class Worker:
         watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
         total, found = self._accumulate(self._live(batch, made), made, counts, watch)
-        value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
-        norm = square**0.5
+        self._weights.complete_gradients()
+        (value,) = self._ranks.sum([total])
+        norm = self._ranks.sum_all([float(self._weights.square_of_norm())])[0] ** 0.5
         if not is_finite(value, norm):
             return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
         self._nonfinite = 0
@@ -211,8 +212,8 @@ class Worker:
                 return
             # The other ranks gather and reduce in their backward pass; this one has to take part.
             objective = outputs[self._root.probe].nan_to_num().sum() * 0.0
-        # FSDP2 averages gradients over ranks; the objective is a sum.
-        torch.autograd.backward(objective * self._ranks.size)
+        # FSDP2 averages gradients over its ranks; the objective is a sum.
+        torch.autograd.backward(objective * self._ranks.grid.averaged)
 
     def _objective(
         self, one: Feed, outputs: Mapping[str, Tensor], part: Batch | None, loss: Loss, counts: Mapping[str, float]
@@ -231,8 +232,9 @@ class Worker:
 
     @_leaving_room
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
+    def evaluate(self, batch: Batch | None, loss: Spec) -> dict[str, Metric]:
         """Return the metrics of the loss on this rank's share; rank 0 adds the loss over all ranks."""
+        batch = self._ranks.share(batch)
         made = self._loss(loss)
         counts = self._counts(made, batch)
         total, found = 0.0, []
@@ -249,8 +251,9 @@ class Worker:
 
     @_leaving_room
     @torch.no_grad()
-    def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
+    def score(self, batch: Batch | None, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each."""
+        batch = self._ranks.share(batch)
         root = self._root if weights == "policy" else self._frozen.get(weights)
         if root is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
@@ -315,8 +318,8 @@ class Worker:
 
     def _feed(self, part: Batch | None, batch: Batch) -> Feed:
         if part is None:
-            return nothing(batch.take([]), self._layout, self._device)
-        return feed(part, self._layout, self._device)
+            return nothing(batch.take([]), self._layout, self._device, self._ranks.context)
+        return feed(part, self._layout, self._device, self._ranks.context)
 
     def _tensors(self, batch: Batch) -> Batch:
         return batch.map(self._tensor)
@@ -405,13 +408,13 @@ class Worker:
         """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
         if self._offload.used and self._device.type == "cuda":
             for root in (self._root, *self._frozen.values()):
-                reshard(root)
+                reshard(root.model)
             torch.cuda.empty_cache()
 
     def _held(self) -> Iterator[Tensor]:
         for root in (self._root, *self._frozen.values()):
-            reshard(root)
-            yield from map(local, root.parameters())
+            reshard(root.model)
+            yield from map(local, root.model.parameters())
         yield from map(local, self._weights.masters.values())
         yield from (local(moment) for _, moment in self._stepper.moments())
 
