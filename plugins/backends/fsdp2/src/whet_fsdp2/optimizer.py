@@ -100,12 +100,12 @@ class Stepper:
             optimizer.state.clear()
         self.steps = saved.optimizer_steps
         for name, step in saved.steps.items():
-            master, kind = self._weights.trained[name], self._kinds[name]
+            master, kind, stepped = self._weights.trained[name], self._kinds[name], self._stepped[name]
             # Each weight has a step counter of its own: AdamW would count a shared one up once for each weight.
-            state = {"step": torch.tensor(step, dtype=torch.float32, device=local(master).device)}
-            for key, value in saved.read(f"{moment}/{name}" for moment in STATE[kind]):
-                state[key.partition("/")[0]] = shard_like(value, master)
-            self._optimizers[kind].state[master] = state
+            counter = torch.tensor(step, dtype=torch.float32, device=local(master).device)
+            moments = {key: torch.zeros_like(stepped) for key in STATE[kind]}
+            saved.read_into((f"{key}/{name}", like(local(moment), master)) for key, moment in moments.items())
+            self._optimizers[kind].state[stepped] = {"step": counter, **moments}
 
 
 def _groups(

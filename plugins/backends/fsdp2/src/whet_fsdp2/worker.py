@@ -344,37 +344,40 @@ class Worker:
         send(spec, cast if dtype else stream, sender=self._ranks.rank if spec.senders > 1 else 0)
 
     def save(self, folder: str) -> None:
-        """Write weights, optimizer and schedule, durably."""
+        """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
         extra = {
             "backend": "fsdp2",
+            "ranks": self._ranks.size,
             "architecture": self._info.architecture,
             "optimizer": self._config.optimizer.kind,
             "optimizer_steps": self._stepper.steps,
             "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
         }
-        checkpoint.write(Path(folder), self._saved(), extra, writes=self._first)
+        checkpoint.write(Path(folder), self._saved(), extra, self._ranks.rank)
         self._ranks.sum([0.0])
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        for name, master in self._weights.masters.items():
-            yield f"weights/{name}", full(master)
-        for name, buffer in persistent_buffers(self._root.model):
-            yield f"buffers/{name}", buffer
+        """Yield the parts that this rank writes."""
+        for kind, tensors in self._state().items():
+            for name, tensor in tensors:
+                yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
         for name, moment in self._stepper.moments():
-            yield name, full(moment)
+            yield from checkpoint.parts(name, moment, self._ranks.rank)
+
+    def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
+        buffers = list(persistent_buffers(self._root.model))
+        return {"weights": list(self._weights.masters.items()), "buffers": buffers}
 
     @torch.no_grad()
     @_leaving_room
     def load(self, folder: str) -> None:
-        """Load a checkpoint that `save` wrote, on any number of ranks."""
+        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
+        reshard(self._root.model)
         saved = checkpoint.Saved(Path(folder))
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
         self._stepper.refuse_others(saved)
-        buffers = dict(persistent_buffers(self._root.model))
-        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("weights/")):
-            self._weights.put(name.partition("/")[2], tensor)
-        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("buffers/")):
-            buffers[name.partition("/")[2]].copy_(tensor)
+        for kind, tensors in self._state().items():
+            saved.read_into((f"{kind}/{name}", tensor) for name, tensor in tensors)
         self._stepper.load(saved)
         self._weights.push()
 
