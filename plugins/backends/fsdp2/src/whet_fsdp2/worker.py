@@ -24,7 +24,7 @@ from whet.component import Spec
 from whet.config.structure import structure
 from whet.data import metrics
 from whet.data.batch import Batch
-from whet.data.files import disk_errors, use_umask
+from whet.data.files import disk_errors
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
 from whet.errors import ConfigError, WhetError
@@ -35,7 +35,7 @@ from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
-from whet_fsdp2.export import copy_companions, set_padding
+from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
@@ -332,6 +332,7 @@ class Worker:
 
     def send_weights(self, spec: TransferSpec) -> None:
         """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
+        reshard(self._root.model)
         stream = self._weights.computing()
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
@@ -383,17 +384,20 @@ class Worker:
 
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
-        state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
-        if self._first:
-            model = self._root.model
-            model.config.dtype = torch.bfloat16 if self._low else torch.float32
+        reshard(self._root.model)
+        weights = self._weights.computing()
+        if not self._first:
+            for _ in weights:  # every rank takes part in the gathering
+                pass
+        else:
             with disk_errors(Path(folder)), quiet():
                 copy_companions(Path(self._info.path), Path(folder))
                 write_chat_template(self._info, folder)
                 if isinstance(self._root, ValueRoot):
-                    set_padding(model.config, Path(folder))
-                model.save_pretrained(folder, state_dict=state)
-                use_umask(*Path(folder).glob("*.safetensors"))
+                    set_padding(self._root.model.config, Path(folder))
+                dtype = torch.bfloat16 if self._low else torch.float32
+                write_weights(Path(folder), ((name, tensor.to(dtype)) for name, tensor in weights))
+                write_config(self._root.model, Path(folder), dtype)
         self._ranks.sum([0.0])
 
     # Life
