@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import copies, full, like, local, partial_names, sum_partial, tensor_group
@@ -55,7 +56,12 @@ class PolicyWeights:
         return [local(master.grad) for master in self.trained.values() if master.grad is not None]
 
     def complete_gradients(self) -> None:
-        """Add up what tensor parallel ranks have of the gradients of weights that each holds whole. Call it once."""
+        """Shard each gradient as its weight, and add up what tensor parallel ranks have of it. Call it once per step."""
+        if self._group is not None:
+            for master in self.trained.values():
+                gradient, placements = master.grad, getattr(master, "placements", None)
+                if isinstance(gradient, DTensor) and gradient.placements != placements:
+                    master.grad = gradient.redistribute(placements=placements)
         if self._partial:
             found = [self.trained[name].grad for name in sorted(self._partial)]
             sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
