@@ -22,7 +22,7 @@ from whet_fsdp2.layout import Ints
 
 @frozen(eq=False)
 class Piece:
-    """This rank's piece of a packed row."""
+    """A packed row, and the piece of it that this rank has."""
 
     group: Any
     """The process group of the ranks that share the row."""
@@ -86,8 +86,8 @@ class _Swap(torch.autograd.Function):
         import torch.distributed as dist
 
         ctx.group, ctx.to_heads, ranks = group, to_heads, dist.get_world_size(group)
-        x = x.unflatten(1, (ranks, -1)).transpose(0, 1) if to_heads else x.unflatten(0, (ranks, -1))
-        x = x.contiguous()
+        split = torch.unflatten(x, 1 if to_heads else 0, (ranks, -1))
+        x = (split.transpose(0, 1) if to_heads else split).contiguous()
         found = torch.empty_like(x)
         dist.all_to_all_single(found, x, group=group)
         return found.flatten(0, 1) if to_heads else found.transpose(0, 1).flatten(1, 2)

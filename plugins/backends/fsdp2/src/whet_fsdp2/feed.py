@@ -51,7 +51,8 @@ def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None
     if not used.any():
         return nothing(batch, layout, device, context)
     found = pack(batch, layout)
-    targets, mine, piece = found.targets, slice(None), None
+    targets, piece = found.targets, None
+    mine: Any = slice(None)
 
     def tensor(array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

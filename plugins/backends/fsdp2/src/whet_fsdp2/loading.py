@@ -133,7 +133,9 @@ def prepare(
 ) -> tuple[AnyRoot, Layout]:
     """Return the model as a `Root` or `ValueRoot`, and the layout for sequences up to `longest`.
 
-    `context`: the process group of the ranks that share rows. Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
+    `context`: the process group of the ranks that share rows.
+
+    Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
     """
     batch = _probe(model)
@@ -243,9 +245,7 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
         )
 
 
-def _try_packed(
-    root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any, context: Any
-) -> str | None:
+def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any, context: Any) -> str | None:
     """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
     before = root.model.config._attn_implementation

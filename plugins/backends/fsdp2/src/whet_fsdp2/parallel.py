@@ -86,7 +86,7 @@ class Grid:
         return RankCoordinates(data=data, tensor=tensor, context=context)
 
     def members(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from a rank in the given coordinates only, the rank itself included, in order."""
+        """Return the ranks that differ from a rank in the given coordinates only, and the rank itself, in order."""
         mine = attrs.asdict(self.coordinates(rank))
 
         def alike(other: int) -> bool:
@@ -99,7 +99,8 @@ class Grid:
 def _indivisible(sizes: ParallelConfig, ranks: int) -> Iterator[str]:
     """Yield each key that does not divide the ranks, with the reason."""
     if ranks % (sizes.tensor * sizes.context):
-        yield f"context: {ranks} ranks cannot be split into groups of {sizes.tensor} (tensor) x {sizes.context} (context)"
+        groups = f"{sizes.tensor} (tensor) x {sizes.context} (context)"
+        yield f"context: {ranks} ranks cannot be split into groups of {groups}"
     elif ranks % (sizes.tensor * sizes.replicate):
         yield (
             f"replicate: {ranks} ranks cannot be split into {sizes.replicate} copies of a model that "
@@ -145,4 +146,6 @@ def _experts(sizes: ParallelConfig, model: ModelInfo) -> Iterator[Problem]:
     if not model.experts:
         yield Problem("parallel.expert", f"is {sizes.expert}, and the model has no experts; leave it out")
     elif model.experts % sizes.expert:
-        yield Problem("parallel.expert", f"is {sizes.expert}, which does not divide the model's {model.experts} experts")
+        yield Problem(
+            "parallel.expert", f"is {sizes.expert}, which does not divide the model's {model.experts} experts"
+        )

@@ -61,7 +61,8 @@ class Ranks:
         for axes, size in wanted.items():
             if size > 1:
                 every = dict.fromkeys(tuple(self.grid.members(rank, *axes)) for rank in range(self.size))
-                self._groups[axes], _ = dist.new_subgroups_by_enumeration(list(map(list, every)))
+                enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch has no types for it
+                self._groups[axes], _ = enumerate_groups(list(map(list, every)))
 
     @property
     def coordinates(self) -> RankCoordinates:
@@ -90,13 +91,15 @@ class Ranks:
         sizes = self._broadcast(np.array([len(buffers)]), 1, source, group)
         sizes = self._broadcast(np.array([len(buffer) for buffer in buffers]), int(sizes[0]), source, group)
         ends = np.cumsum(sizes)
-        sent = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in buffers]) if buffers else np.zeros(0, np.uint8)
+        pieces = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        sent = np.concatenate([np.zeros(0, np.uint8), *pieces])
         mine = torch.from_numpy(sent) if self.owns_shard else torch.empty(int(ends[-1]), dtype=torch.uint8)
         room = mine.to(self.device)
         dist.broadcast(room, source, group=group)
         if self.owns_shard:
             return value
-        data = memoryview(room.cpu().numpy())
+        received: Any = room.cpu().numpy()
+        data = memoryview(received)
         return decode([data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)])
 
     def _broadcast(self, numbers: Any, count: int, source: int, group: Any) -> Any:

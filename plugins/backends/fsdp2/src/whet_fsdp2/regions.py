@@ -36,9 +36,7 @@ class Region:
     def overlap(self, other: "Region") -> "Region | None":
         """Return the region that both have. None: there is none."""
         begin = tuple(map(max, self.begin, other.begin))
-        ends = [
-            min(b + s, c + t) for b, s, c, t in zip(self.begin, self.size, other.begin, other.size, strict=True)
-        ]
+        ends = [min(b + s, c + t) for b, s, c, t in zip(self.begin, self.size, other.begin, other.size, strict=True)]
         size = tuple(end - b for end, b in zip(ends, begin, strict=True))
         return Region(begin, size) if all(s > 0 for s in size) else None
 
@@ -88,7 +86,7 @@ def _runs(tensor: DTensor, dim: int) -> list[Run]:
 def _split(indices: Tensor, placement: Placement, ranks: int, rank: int, inner: int) -> Tensor:
     """Return a rank's part of indices."""
     if isinstance(placement, _StridedShard) and placement.split_factor != inner:  # a fused weight
-        groups = indices.chunk(placement.split_factor)
+        groups = indices.chunk(int(placement.split_factor))
         return torch.cat([_chunk(group, ranks, rank) for group in groups])
     return _chunk(indices, ranks, rank)
 

@@ -14,7 +14,8 @@ from whet.errors import WhetError
 from whet_fsdp2.feed import Feed
 from whet_fsdp2.narrowed import Narrowed, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
-from whet_ops.logprobs import WHOLE, Vocabulary, distribution_kl, token_logprobs, top_logprobs
+from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
+from whet_ops.vocabulary import WHOLE, Vocabulary
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
 """(hidden states [M, H], the head's weight, the head's further arguments) -> outputs."""

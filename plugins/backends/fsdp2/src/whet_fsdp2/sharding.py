@@ -4,7 +4,9 @@
 FSDP2, and then reads each rank's shards only. So no rank ever holds the whole model.
 """
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from whet.errors import ConfigError
 from whet_fsdp2.ranks import Ranks
 
+_REDISTRIBUTION = logging.getLogger("torch.distributed.tensor._redistribute")
 WANTED = "5.23"
 """The version of transformers whose sizes this module needs."""
 PARTIAL = "replicated_with_grad_allreduce"
@@ -71,8 +74,6 @@ def tensor_group(model: Any) -> Any:
 
 def partial_names(model: Any) -> set[str]:
     """Return the names of the weights whose gradients tensor parallel ranks have to add up."""
-    import re
-
     rules = [rule for rule, style in (getattr(model, "tp_plan", None) or {}).items() if style == PARTIAL]
     generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_parameters()}
     return {name for name, one in generic.items() if one in rules or one.rpartition(".")[0] in rules}
@@ -95,7 +96,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one. Every rank must take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    level = _REDISTRIBUTION.level
+    _REDISTRIBUTION.setLevel(logging.ERROR)  # it advises against meshes of two axes, for every tensor
+    try:
+        return tensor.full_tensor()
+    finally:
+        _REDISTRIBUTION.setLevel(level)
 
 
 def like(shard: Tensor, sharded: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from whet_fsdp2.root import AnyRoot
-from whet_fsdp2.sharding import copies, full, like, local, partial_names, sum_partial, tensor_group
+from whet_fsdp2.sharding import copies, full, local, partial_names, sum_partial, tensor_group
 
 
 class PolicyWeights:
@@ -19,8 +19,11 @@ class PolicyWeights:
     masters as soon as they are complete.
     """
 
-    def __init__(self, root: AnyRoot, low_precision: bool, ranks: int = 1) -> None:
-        self.root, self._ranks = root, ranks
+    def __init__(
+        self, root: AnyRoot, low_precision: bool, ranks: int = 1, compute: torch.dtype = torch.float32
+    ) -> None:
+        """`low_precision`: hold copies in bfloat16 for the forward pass. `compute`: the dtype of the forward pass."""
+        self.root, self._ranks, self._compute = root, ranks, compute
         self._low: list[tuple[nn.Parameter, Tensor]] = []
         self.masters: dict[str, Tensor] = {}
         """This rank's shards, of all weights."""
@@ -56,7 +59,7 @@ class PolicyWeights:
         return [local(master.grad) for master in self.trained.values() if master.grad is not None]
 
     def complete_gradients(self) -> None:
-        """Shard each gradient as its weight, and add up what tensor parallel ranks have of it. Call it once per step."""
+        """Shard each gradient as its weight, and add up what tensor parallel ranks have of it. Once for each step."""
         if self._group is not None:
             for master in self.trained.values():
                 gradient, placements = master.grad, getattr(master, "placements", None)
@@ -86,7 +89,7 @@ class PolicyWeights:
         """Yield (name, full tensor) of the weights that the forward pass uses. Every rank must iterate to the end."""
         copies = {id(master): parameter for parameter, master in self._low}
         for name, master in self.masters.items():
-            yield name, full(copies.get(id(master), master)).detach()
+            yield name, full(copies.get(id(master), master).detach().to(self._compute))
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
 

@@ -90,7 +90,8 @@ class Worker:
         self._seed, self._trained = seed, trained
         self._root, self._layout = self._build(model, trained)
         copied = self._low and trained and self._ranks.grid.averaged == 1
-        self._weights = PolicyWeights(self._root, copied, rank.size)
+        compute = torch.bfloat16 if self._low else torch.float32
+        self._weights = PolicyWeights(self._root, copied, rank.size, compute)
         self._frozen: dict[str, AnyRoot] = {}
         if self._config.reference:
             self._frozen["reference"], _ = self._build(model, trained=False)
@@ -396,7 +397,7 @@ class Worker:
                 if isinstance(self._root, ValueRoot):
                     set_padding(self._root.model.config, Path(folder))
                 dtype = torch.bfloat16 if self._low else torch.float32
-                write_weights(Path(folder), ((name, tensor.to(dtype)) for name, tensor in weights))
+                write_weights(Path(folder), weights)
                 write_config(self._root.model, Path(folder), dtype)
         self._ranks.sum([0.0])
 

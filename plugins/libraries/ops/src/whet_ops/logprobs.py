@@ -120,10 +120,8 @@ def distribution_kl(
             log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part, vocabulary)
         if beta is not None:
             lowest = torch.finfo(log_p.dtype).min / 4
-            found = (jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta),)
-        else:
-            found = (_kl(log_q, log_p), _kl(log_p, log_q))
-        return tuple(map(vocabulary.total, found))
+            return (vocabulary.total(jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta)),)
+        return vocabulary.total(_kl(log_q, log_p)), vocabulary.total(_kl(log_p, log_q))
 
     found = [checkpoint(both, part, use_reentrant=False) for part in _parts(len(hidden), chunk)]
     nothing = hidden.new_zeros(0, dtype=torch.float32)
