@@ -123,7 +123,7 @@ def cases():
                 yield pytest.param(layout, name, id=f"{layout} of {name}")
 
 
-@pytest.mark.parametrize(("layout", "name"), cases())
+@pytest.mark.parametrize(("layout", "name"), list(cases()))
 def test_three_steps_equal_those_of_one_process_by_hand(build, reference, make_batch, layout, name):
     batches = [make_batch(seed) for seed in SEEDS]
     for rows in ("shared", "padded"):
