@@ -30,7 +30,7 @@ FILE_BYTES = 2 << 30
 """A file is written as soon as the collected tensors reach this size."""
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any], writes: bool) -> None:
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, extra: Mapping[str, Any], writes: bool) -> None:
     """Write tensors, and `extra` into the index, durably. Ranks that do not write still take part in the gathering."""
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
