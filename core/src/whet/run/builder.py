@@ -31,6 +31,7 @@ from whet.run.colocation import Turns
 from whet.run.evaluator import make_evaluator
 from whet.run.handles import BackendHandle, TimedRollouts, timed
 from whet.run.inputs import read_inputs
+from whet.run.interrupts import announce
 from whet.run.models import Attempt, Begun, Models, start_models
 from whet.run.resume import open_run
 from whet.run.stall_monitor import StallMonitor
@@ -124,7 +125,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         saved.get("algorithm", {}), attempt.interrupts,
     )  # fmt: skip
     if limit := config.run.time_limit:
-        steps.end_by(prepared.spans[0].begin + seconds_of(limit), f"run.time_limit of {limit} is reached")
+        steps.end_by(prepared.spans[0].begin + seconds_of(limit), f"run.time_limit {limit} is over")
     attempt.closers.append(steps.close)
     backends = {name: handle for name, handle in attempt.roles.items() if isinstance(handle, BackendHandle)}
     for handle in (models.backend, *backends.values()):
@@ -215,7 +216,7 @@ def _sinks(
     from whet.run.steps import Sinks
 
     position: dict[str, Any] = {"rollouts": stream.state() if stream else {}}
-    saving = Background()
+    saving, warned = Background(), list[str]()
     # After an error, what is under way becomes durable before the workers are closed.
     attempt.closers.append(lambda: None if attempt.interrupts.abandon else saving.wait())
     data = begun.inputs.data
@@ -246,7 +247,10 @@ def _sinks(
         state = {**position, "algorithm": carried, "identity": begun.run.fingerprint}
         if data is not None and records_per_step is not None:
             state["data"] = data.position(step, records_per_step)
-        since, folder = time.perf_counter(), attempt.folder
+        since, folder, best = time.perf_counter(), attempt.folder, section.keep_best
+        if best and (words := checkpoint.missing(best, position.get("metrics", {}))) and words not in warned:
+            warned.append(words)
+            announce(words)
         saving.wait()
         saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
         for name, model in models.trained.items():
@@ -257,7 +261,7 @@ def _sinks(
             with attempt.spans.phase("run", "write"):
                 folder.sync()
                 complete()
-                checkpoint.prune(folder, section.keep, section.keep_best)
+                checkpoint.prune(folder, section.keep, best)
             folder.journal("saved", step=step)
 
         saving.start(finish, since)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from whet.config.messages import choice_words
 from whet.data.files import disk_errors
 from whet.errors import CheckpointError, WhetError, in_words
 from whet.run.run_folder import RunFolder
@@ -117,6 +118,16 @@ def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
             if math.isfinite(value):
                 found.append((sign * value, step))
     return [step for _, step in sorted(found)]
+
+
+def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
+    """Return that the metric is not among those of a step that is saved. Empty: it is, or the step is not evaluated."""
+    family = best.metric.partition("/")[0] + "/"
+    evaluated = family not in ("evaluation/", "validation/") or any(name.startswith(family) for name in metrics)
+    if best.metric in metrics or not evaluated:
+        return ""
+    near = [name for name in metrics if name.startswith(family)] or metrics
+    return f"run.keep_best keeps nothing: there is no metric {best.metric!r}{choice_words(best.metric, near)}"
 
 
 def newest(run: RunFolder) -> int:

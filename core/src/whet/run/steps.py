@@ -223,8 +223,8 @@ class Steps:
         save = (saving.longest or max(self._longest, UNKNOWN_SAVE_SECONDS)) * (1 + saving.busy)
         if left < MARGIN * (self._longest + save) + SPARE_SECONDS:
             self.stop()
-            took = f"a step took up to {self._longest:.0f} s, a save is expected to take {save:.0f} s"
-            announce(f"{why}, in {left:.0f} s, and {took}: saving step {self.done}, then ending")
+            took = f"a step took up to {self._longest:.0f} s, and a save is expected to take {save:.0f} s"
+            announce(f"{why} in {left:.0f} s; {took}: saving step {self.done}, then ending")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
