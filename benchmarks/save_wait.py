@@ -36,7 +36,12 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         model = make_model(
-            Path(place) / "model", make_tokenizer(["What is it? It is 0 1 2 3 4 5 6 7 8 9, and that follows."]), hidden=args.hidden, layers=args.layers, heads=8, kv_heads=8
+            Path(place) / "model",
+            make_tokenizer(["What is it? It is 0 1 2 3 4 5 6 7 8 9, and that follows."]),
+            hidden=args.hidden,
+            layers=args.layers,
+            heads=8,
+            kv_heads=8,
         )
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         print(f"a model of {size / 1e6:.0f} MB in float32; {os.cpu_count()} cores")
