@@ -35,14 +35,9 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where the run folders are made; by default a temporary folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
-        model = make_model(
-            Path(place) / "model",
-            make_tokenizer(["What is it? It is 0 1 2 3 4 5 6 7 8 9, and that follows."]),
-            hidden=args.hidden,
-            layers=args.layers,
-            heads=8,
-            kv_heads=8,
-        )
+        tokenizer = make_tokenizer(["What is it? It is 0 1 2 3 4 5 6 7 8 9, and that follows."])
+        shape = {"hidden": args.hidden, "layers": args.layers, "heads": 8, "kv_heads": 8}
+        model = make_model(Path(place) / "model", tokenizer, **shape)
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         print(f"a model of {size / 1e6:.0f} MB in float32; {os.cpu_count()} cores")
         found: dict[bool, list[dict[str, float]]] = {False: [], True: []}

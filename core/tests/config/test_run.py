@@ -16,7 +16,7 @@ def test_a_duration_is_in_days_hours_minutes_and_seconds(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["3:50:00", "4", "h", "50m3h", "-1h", "1.5h", " 1h", "1h ", "١h", "0s", "366d", "99999h"]
+    "text", ["3:50:00", "4", "h", "50m3h", "-1h", "1.5h", " 1h", "1h ", "\u0661h", "0s", "366d", "99999h"]
 )
 def test_what_is_no_duration_or_out_of_bounds_is_refused(text):
     with pytest.raises(ValueError, match="wanted"):

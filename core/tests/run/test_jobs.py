@@ -133,5 +133,5 @@ def test_the_best_checkpoint_is_chosen_by_the_metric_of_the_config(tmp_path):
     assert _best(run, config(KeepBestSection("evaluation/test/correct", "min"))) == 1
     with pytest.raises(CheckpointError, match=r"has no run\.keep_best"):
         _best(run, config(None))
-    with pytest.raises(CheckpointError, match="no checkpoint of .* has the metric 'loss'"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* has the metric 'loss'"):
         _best(run, config(KeepBestSection("loss")))
