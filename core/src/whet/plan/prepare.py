@@ -120,12 +120,8 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
-    notes += [
-        *keep_best_notes(config.run, config.evaluation),
-        *_unsaid(cluster, target),
-        *_outside(config.run.folder, roles.selections),
-        *recognised,
-    ]
+    notes += [*_unsaid(cluster, target), *_outside(config.run.folder, roles.selections), *recognised]
+    notes += keep_best_notes(config.run, config.evaluation)
     plan = evolve(
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
         warnings=placed((*plan.warnings, *_not_here(cluster, roles)), loaded.layers),

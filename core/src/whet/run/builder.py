@@ -247,32 +247,40 @@ def _sinks(
         state = {**position, "algorithm": carried, "identity": begun.run.fingerprint}
         if data is not None and records_per_step is not None:
             state["data"] = data.position(step, records_per_step)
-        since, folder, best = time.perf_counter(), attempt.folder, section.keep_best
-        if best and (words := checkpoint.missing(best, position.get("metrics", {}))) and words not in warned:
+        best, metrics = section.keep_best, position.get("metrics", {})
+        if best and (words := checkpoint.missing(best, metrics)) and words not in warned:
             warned.append(words)
             announce(words)
-        saving.wait()
-        saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
-        for name, model in models.trained.items():
-            saves[name] = partial(model.start_save, background=section.save_in_background)
-        complete = checkpoint.begin(folder, step, state, saves)
-
-        def finish() -> None:
-            with attempt.spans.phase("run", "write"):
-                folder.sync()
-                complete()
-                checkpoint.prune(folder, section.keep, best)
-            folder.journal("saved", step=step)
-
-        saving.start(finish, since)
-        if not section.save_in_background:
-            saving.wait()
+        _begin_save(attempt, models, section, saving, step, state)
 
     def gather() -> Metrics:
         others = [stream.metrics() if stream else {}, probe.metrics() if probe else {}]
         return merge([*others, models.turns.metrics()])
 
     return Sinks(records, evaluate, log_step, save, gather, saving)
+
+
+def _begin_save(
+    attempt: Attempt, models: Models, section: "RunSection", saving: Background, step: int, state: Mapping[str, Any]
+) -> None:
+    """Save all models, or begin to, once the save before is durable."""
+    since, folder = time.perf_counter(), attempt.folder
+    saving.wait()
+    saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
+    for name, model in models.trained.items():
+        saves[name] = partial(model.start_save, background=section.save_in_background)
+    complete = checkpoint.begin(folder, step, state, saves)
+
+    def finish() -> None:
+        with attempt.spans.phase("run", "write"):
+            folder.sync()
+            complete()
+            checkpoint.prune(folder, section.keep, section.keep_best)
+        folder.journal("saved", step=step)
+
+    saving.start(finish, since)
+    if not section.save_in_background:
+        saving.wait()
 
 
 def _serve(

@@ -25,7 +25,7 @@ class BackgroundSave:
     """A save of all ranks, on the driver. Implements `whet.interfaces.backend.PendingSave`."""
 
     def __init__(self, workers: Workers, folder: Path) -> None:
-        """Have every rank copy what it saves."""
+        """Start the copy on every rank."""
         self._workers = workers
         self._taking: Pending = workers.start("take", str(folder), phase="save")
 
