@@ -48,7 +48,7 @@ def parts(name: str, tensor: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
         yield name if whole else f"{name}@{','.join(map(str, region.begin))}", part
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any], rank: int) -> None:
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, extra: Mapping[str, Any], rank: int) -> None:
     """Write the parts of one rank durably. Rank 0 writes `extra` into its index."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"rank-{rank:04d}"

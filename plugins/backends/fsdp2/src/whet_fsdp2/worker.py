@@ -12,7 +12,7 @@ One call of `train`:
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,7 +32,7 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, checkpoint
+from whet_fsdp2 import attention, checkpoint, saving
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
@@ -105,6 +105,7 @@ class Worker:
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
         self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._writer = saving.Writer()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
@@ -347,7 +348,21 @@ class Worker:
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
-        extra = {
+        checkpoint.write(Path(folder), self._saved(), extra=self._described(), rank=self._ranks.rank)
+        self._ranks.sum([0.0])
+
+    def take(self, folder: str) -> None:
+        """Copy what this rank saves to host memory, and begin to write the copy."""
+        size = sum(part.nbytes for _, part in self._saved())
+        write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)
+        self._writer.take(self._saved(), size, write)
+
+    async def written(self) -> None:
+        """Wait until the files of the last `take` are durable."""
+        await self._writer.written()
+
+    def _described(self) -> dict[str, Any]:
+        return {
             "backend": "fsdp2",
             "ranks": self._ranks.size,
             "architecture": self._info.architecture,
@@ -355,8 +370,6 @@ class Worker:
             "optimizer_steps": self._stepper.steps,
             "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
         }
-        checkpoint.write(Path(folder), self._saved(), extra, self._ranks.rank)
-        self._ranks.sum([0.0])
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts that this rank writes."""
