@@ -1,9 +1,10 @@
 """Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: file by file."""
 
+import gc
 import importlib.metadata
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,19 @@ WITH_RAY = frozenset(
      "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector: thousands of tests, and torch, are no garbage, and it would look at them
+    again and again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

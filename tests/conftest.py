@@ -6,7 +6,6 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from attrs import frozen
 
+from whet.runtime.worker_process import import_ahead
 from whet_testing.environments import make_wheels
 from whet_testing.forking import Program, Programs
 
@@ -191,8 +191,12 @@ def shell(layered_python: Path) -> Shell:
     return run
 
 
+@pytest.fixture(scope="session")
+def _imported() -> None:
+    """What workers import is there, and stays as it is: a fork need not copy it."""
+    import_ahead(list(IMPORTED))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forked(forked_workers: None) -> None:
+def _forked(_imported: None, forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
-    for module in IMPORTED:
-        import_module(module)
