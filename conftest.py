@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -17,6 +18,11 @@ WITH_RAY = frozenset(
      "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""OpenMP reads this once, when torch is imported. Worker processes have it, and those that are forked from a process of
+the tests get what that process has: without it their threads spin while they wait, on cores that other tests need.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
