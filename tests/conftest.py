@@ -192,11 +192,23 @@ def shell(layered_python: Path) -> Shell:
 
 
 @pytest.fixture(scope="session")
-def _imported() -> None:
-    """What workers import is there, and stays as it is: a fork need not copy it."""
+def _threads() -> int:
+    """Import what workers import, and give the number of threads that torch has then."""
     import_ahead(list(IMPORTED))
+    import torch
+
+    return torch.get_num_threads()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked(_imported: None, forked_workers: None) -> None:
+def _forked(_threads: int, forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before(_threads: int) -> Iterator[None]:
+    """An inline worker has set the threads of this process; with more than one, no worker would be forked any more."""
+    yield
+    import torch
+
+    torch.set_num_threads(_threads)
