@@ -1,10 +1,11 @@
-"""Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: file by file."""
+"""Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: slow files first."""
 
 import gc
 import importlib.metadata
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,27 @@ def own_ray() -> Iterator[None]:
     session.close()
 
 
+def unit(nodeid: str) -> str:
+    """Return what tests share that one process runs one after another: their file, or that they start a Ray."""
+    file = nodeid.partition("::")[0]
+    return "ray" if file.rpartition("/")[2] in WITH_RAY else file
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the units that have most slow tests where several processes run: none must be left alone with one."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(unit(item.nodeid) for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[unit(item.nodeid)])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file together, for what they share, and those that start a Ray."""
+    """Keep the tests of a unit together, and the units in their order."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # untyped for who has no xdist
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "ray" if file.rpartition("/")[2] in WITH_RAY else file
+            return unit(nodeid)
 
+    config.option.loadscopereorder = False  # it would begin with the units that have most tests
     return Scheduling(config, log)
