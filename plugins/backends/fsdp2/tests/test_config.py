@@ -73,13 +73,14 @@ def test_what_is_predicted_of_a_rank_lies_just_below_what_a_trace_of_it_found():
         assert 0.85 * traced < predicted < traced, (dtype, predicted)
 
 
-def test_every_rank_loads_the_whole_model_before_it_is_shared_out():
+def test_every_rank_loads_its_own_share():
     def loading(stored):
         model = attrs.evolve(MODEL, config={**MODEL.config, "torch_dtype": stored})
         return {t.place: t.bytes for t in facts(Fsdp2Config(), model).memory(8, True) if t.when == "loading"}
 
-    assert loading("bfloat16") == {"host": 4 * MODEL.parameters, "gpu": 4 * MODEL.parameters}
-    assert loading("float32") == {"gpu": 4 * MODEL.parameters}, "the file is mapped"
+    share = 4 * MODEL.parameters // 8
+    assert loading("bfloat16") == {"host": share, "gpu": share}
+    assert loading("float32") == {"gpu": share}, "the file is mapped"
 
 
 def test_the_reference_is_given_where_a_copy_is_held():

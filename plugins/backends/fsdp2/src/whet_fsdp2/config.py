@@ -12,7 +12,8 @@ from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
-from whet_memory.case import Forecast
+from whet_fsdp2.parallel import ParallelConfig, problems
+from whet_memory.case import Forecast, Sizes
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -112,6 +113,8 @@ class Fsdp2Config:
     """The optimizer."""
     schedule: ScheduleConfig = attrs.Factory(ScheduleConfig)
     """The learning rate over optimizer steps."""
+    parallel: ParallelConfig = attrs.Factory(ParallelConfig)
+    """How ranks share the model. By default FSDP2 shards weights, gradients and moments over all ranks."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
@@ -150,6 +153,8 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     return BackendFacts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
+        ranks=config.parallel.least_ranks,
+        problems=partial(problems, config.parallel, model, config.layout),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
@@ -164,7 +169,14 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
     from whet_fsdp2.forecast import formulas, savings
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
-    return Forecast(settings, model, formulas, tokens, "whet_fsdp2.trace:trace", savings)
+    return Forecast(settings, model, formulas, tokens, "whet_fsdp2.trace:trace", savings, partial(sizes, config))
+
+
+def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
+    """Return the sizes of the parallel axes for a number of ranks."""
+    wanted = config.parallel
+    shards = max(1, ranks // (wanted.tensor * wanted.context * wanted.replicate))
+    return Sizes(shards, wanted.tensor, wanted.context, wanted.expert, wanted.replicate)
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
@@ -174,7 +186,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     over = f", shared out over {ranks} ranks" if ranks > 1 else ""
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
     if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
-        yield MemoryTerm("the model as it is loaded, whole and in float32", 4 * count, "loading", "host")
+        yield MemoryTerm(f"the model as it is loaded, in float32{over}", 4 * count // ranks, "loading", "host")
     if trained:
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
@@ -191,7 +203,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     for name, info in _frozen(config, model):
         size = (number if ranks == 1 else 4) * info.parameters // ranks
         yield MemoryTerm(f"weights of the {name}{over}", size, change=f"drop backend.{name}")
-    yield MemoryTerm("the model on its GPU before it is shared out, whole and in float32", 4 * count, "loading", "gpu")
+    yield MemoryTerm(f"the model on its GPU as it is loaded, in float32{over}", 4 * count // ranks, "loading", "gpu")
     if ranks > 1:
         kept = model.layer_parameters if config.reshard_after_forward else count - model.outer_parameters
         whole = number * (model.outer_parameters + kept)

@@ -16,15 +16,19 @@ from torch import Tensor, nn
 
 from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
+from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, norms
 from whet_fsdp2.config import Fsdp2Config
-from whet_fsdp2.feed import AnyRoot, Root, ValueRoot, feed, spread
+from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.loading import enable_checkpointing
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.portable import attend_rows
-from whet_fsdp2.weights import PolicyWeights, shard
+from whet_fsdp2.ranks import Ranks
+from whet_fsdp2.root import AnyRoot, Root, ValueRoot
+from whet_fsdp2.sharding import sharding
+from whet_fsdp2.weights import PolicyWeights
 from whet_memory.case import Case
 from whet_memory.live_bytes import LiveBytes, fake_tensors, join_fake_ranks
 from whet_memory.timelines import Timeline
@@ -38,27 +42,28 @@ CPU = torch.device("cpu")
 def trace(case: Case) -> dict[str, Timeline]:
     """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`."""
     config = structure(dict(case.settings), Fsdp2Config, None)
-    low = case.model.dtype == "bfloat16"
-    ranks = case.sizes.shards
-    if ranks > 1:
-        join_fake_ranks(ranks)  # and its mesh, before tensors are fake
+    low, size = case.model.dtype == "bfloat16", case.sizes.ranks
+    if size > 1:
+        join_fake_ranks(size)  # and its meshes, before tensors are fake
+    ranks = Ranks(WorkerRank("backend", 0, size), config.parallel)
     attention.register()
-    root, frozen = _build(case, config, trained=case.trained), []
+    root, frozen = _build(case, config, ranks, trained=case.trained), []
     for wanted in (config.reference, config.teacher):
-        frozen += [_build(case, config, trained=False)] if wanted else []
+        frozen += [_build(case, config, ranks, trained=False)] if wanted else []
     with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype():
-        for one, trained in ((root, case.trained), *((one, False) for one in frozen)):
-            _allocate(one, low and ranks == 1 and not trained)
-        layout: Layout = "padded" if root.model.config._attn_implementation not in (attention.NAME, ROWS) else "packed"
-        weights = PolicyWeights(root, low and ranks == 1 and case.trained)
+        for one in (root, *frozen):
+            _allocate(one.model)
+        layout: Layout = "packed" if root.model.config._attn_implementation in (attention.NAME, ROWS) else "padded"
+        copied = low and case.trained and ranks.grid.averaged == 1
+        weights = PolicyWeights(root, copied, size, torch.bfloat16 if low else torch.float32)
         stepper = Stepper(weights, config.optimizer, config.schedule, 10)
-        batch = _batch(case)
+        one = feed(_batch(case), layout, CPU, ranks.context)
         if case.trained:
             _make_moments(weights, stepper)
-            _train(live, root, weights, stepper, batch, layout, case)
+            _train(live, root, weights, stepper, one, case)
         else:
             with live.phase("score"), torch.no_grad():
-                root(feed(batch, layout, CPU), case.outputs)
+                root(one, case.outputs)
         with live.phase("idle"):
             pass
     return dict(live.timelines)
@@ -111,25 +116,31 @@ def _make_moments(weights: PolicyWeights, stepper: Stepper) -> None:
 
 
 def _train(
-    live: LiveBytes, root: AnyRoot, weights: PolicyWeights, stepper: Stepper, batch: Batch, layout: Layout, case: Case
+    live: LiveBytes, root: AnyRoot, weights: PolicyWeights, stepper: Stepper, one: Feed, case: Case
 ) -> None:  # fmt: skip
     """Take an optimizer step, as `Worker.train` does with a batch of one micro-batch."""
     with live.phase("forward"), torch.enable_grad():
-        one = feed(batch, layout, CPU)
         found = spread(one, root(one, case.outputs))
         objective = torch.stack([value.float().sum() for value in found.values() if value.requires_grad]).sum()
     with live.phase("backward"):
-        torch.autograd.backward(objective * case.sizes.shards)
+        torch.autograd.backward(objective * case.sizes.data)
     del one, found, objective
     with live.phase("optimizer"):
-        stepper.square_of_norm()
+        weights.complete_gradients()
+        weights.square_of_norm()
         stepper.step(2.0, 1.0)
     weights.drop_gradients()
 
 
-def _build(case: Case, config: Fsdp2Config, trained: bool) -> AnyRoot:
-    """Return the module on the meta device, with the shortcuts that `loading.prepare` would choose, sharded."""
-    model = _model(case, config.head)
+def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyRoot:
+    """Return the module on the meta device, sharded, with the shortcuts that `loading.prepare` would choose."""
+    low = case.model.dtype == "bfloat16"
+    mastered = trained or not low
+    model = _model(case, config.head, torch.float32 if mastered else torch.bfloat16)
+    if ranks.size > 1:
+        with sharding(ranks, low and mastered, keep=not config.reshard_after_forward) as wanted:
+            wanted, _, mesh = type(model).prepare_distribute_model(wanted)
+            model = type(model).maybe_distribute_model(model, wanted, mesh)
     root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
     if case.device == "cpu":
         _hasten_norms(model)
@@ -138,16 +149,12 @@ def _build(case: Case, config: Fsdp2Config, trained: bool) -> AnyRoot:
         _use_packed(model, config.layout, case.device == "gpu")
     if trained and config.gradient_checkpointing:
         enable_checkpointing(model)
-    model.requires_grad_(trained)
-    if case.sizes.shards > 1:
-        shard(
-            root, ranks=case.sizes.shards, device=CPU, low_precision=case.model.dtype == "bfloat16",
-            reshard_after_forward=config.reshard_after_forward,
-        )  # fmt: skip
+    if not trained:
+        model.requires_grad_(False)
     return root
 
 
-def _model(case: Case, head: str) -> Any:
+def _model(case: Case, head: str, dtype: torch.dtype) -> Any:
     kind = transformers.AutoModelForSequenceClassification if head == "value" else transformers.AutoModelForCausalLM
     values = dict(case.model.config)
     if case.model.trust_remote_code and "auto_map" in values:
@@ -158,23 +165,21 @@ def _model(case: Case, head: str) -> Any:
     if head == "value":
         settings.num_labels = 1
     with torch.device("meta"):
-        model = kind.from_config(settings, dtype=torch.float32, trust_remote_code=case.model.trust_remote_code)
+        model = kind.from_config(settings, dtype=dtype, trust_remote_code=case.model.trust_remote_code)
     return model.eval()
 
 
-def _allocate(root: AnyRoot, low: bool) -> None:
+def _allocate(model: nn.Module) -> None:
     """Give the parameters and buffers their storages, which are counted and hold nothing."""
-    for module in root.modules():
+    made = dict[int, nn.Parameter]()  # a tied weight once
+    for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer is not None:  # what a model computes from values, e.g. rotary frequencies, has values here, too
-                module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
-    tied = dict[int, nn.Parameter]()
-    for module in root.modules():
+            module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in tied:
-                whole = torch.empty_like(parameter, device=CPU, dtype=torch.bfloat16 if low else None)
-                tied[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module._parameters[name] = tied[id(parameter)]
+            if id(parameter) not in made:
+                whole = torch.empty_like(parameter, device=CPU)
+                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
 
 
 def _use_packed(model: Any, wanted: str, gpu: bool) -> None:
@@ -196,7 +201,10 @@ def _rows_attention(
     attention.refuse_unsupported(whet_plan, query, value, mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend_rows(q, k, v, whet_plan.for_rows(CPU), scale)[None], None
+    if (piece := whet_plan.piece) is None:
+        return attend_rows(q, k, v, whet_plan.for_rows(CPU), scale)[None], None
+    q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
+    return piece.to_tokens(attend_rows(q, k, v, whet_plan.for_rows(CPU), scale))[None], None
 
 
 def _hasten_norms(model: nn.Module) -> None:

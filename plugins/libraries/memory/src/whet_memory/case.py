@@ -36,6 +36,11 @@ class Sizes:
     """Copies of all that."""
 
     @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.data * self.tensor * self.context
+
+    @property
     def data(self) -> int:
         """Return the number of ranks that have data of their own."""
         return self.shards * self.replicate
