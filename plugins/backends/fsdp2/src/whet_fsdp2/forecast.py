@@ -21,11 +21,8 @@ BUCKET_BYTES = 256 << 20
 
 def formulas(case: Case) -> Peaks:
     """Return the peaks of each phase."""
-    config, model, ranks = (
-        structure(dict(case.settings), Fsdp2Config, None),
-        case.model,
-        case.sizes.ranks // case.sizes.replicate,
-    )
+    config, model = structure(dict(case.settings), Fsdp2Config, None), case.model
+    ranks = case.sizes.ranks // case.sizes.replicate
     gpu = case.device == "gpu"
     terms = list(memory(config, model, ranks, case.trained))
     held = sum(term.bytes for term in terms if _is_held(term, gpu))
