@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from whet.errors import WhetError
@@ -70,7 +71,7 @@ class Root:
 
         terms = {"temperature": feed.temperature}
         found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula, terms)
-        return found
+        return owned(self.model, found)
 
     def _apply(self, hidden: Tensor, formula: Formula, terms: dict[str, Any]) -> dict[str, Tensor]:
         """Compute a formula on the head's weight. Takes the place of the head's forward pass."""
@@ -134,7 +135,7 @@ class ValueRoot:
         return gathered(feed, self.model(feed))
 
     def _forward(self, feed: Feed) -> dict[str, Tensor]:
-        return {"values": self.model.score(read_hidden(self, feed))[:, 0].float()}
+        return owned(self.model, {"values": self.model.score(read_hidden(self, feed))[:, 0].float()})
 
 
 AnyRoot = Root | ValueRoot
@@ -146,6 +147,13 @@ def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
     hidden = root.model.base_model(**feed.arguments).last_hidden_state
     rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
     return rows
+
+
+def owned(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs that are no views, if FSDP2 has hooks on them: a change in place would drop the hooks."""
+    if not isinstance(model, FSDPModule):
+        return found
+    return {name: values.clone() if values._is_view() else values for name, values in found.items()}
 
 
 def gathered(feed: Feed, found: dict[str, Tensor]) -> dict[str, Tensor]:
