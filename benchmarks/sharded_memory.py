@@ -44,10 +44,12 @@ class Peak:
 
     @property
     def grown(self) -> int:
+        """Return the bytes above those at the beginning."""
         return self.most - self.before
 
 
 def anonymous() -> int:
+    """Return the anonymous memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
@@ -68,6 +70,7 @@ def write_model(folder: Path, gib: float) -> int:
 
 
 def rank_main(rank: int, folder: str, saved: str, meeting: str, sizes: dict[str, int], found: Any) -> None:
+    """Load, take a step and save as one rank, and report both peaks."""
     import torch
 
     from whet.component import Spec
@@ -91,6 +94,7 @@ def rank_main(rank: int, folder: str, saved: str, meeting: str, sizes: dict[str,
 
 
 def measure(folder: Path, whole: int, sizes: dict[str, int]) -> None:
+    """Run two ranks with these sizes of `parallel`, and print their peaks."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,6 +114,7 @@ def measure(folder: Path, whole: int, sizes: dict[str, int]) -> None:
 
 
 def main() -> None:
+    """Measure FSDP2 and tensor parallelism."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0)
     options = parser.parse_args()
