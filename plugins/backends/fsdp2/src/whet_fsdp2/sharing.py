@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, field
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch, Shards
