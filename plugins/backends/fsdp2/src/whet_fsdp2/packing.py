@@ -135,9 +135,10 @@ def _fewest(costs: Costs, budget: int) -> list[Piece]:
 
     best = costs.pieces(budget, across=True)
     least = -(-costs.total(costs.join(costs.units)) // budget)
-    for pieces in (lambda: costs.decreasing(costs.pieces(budget)), costs.decreasing_groups):
+    for whole in (True, False):
         if len(best) > max(least, 1):
-            best = min(best, first_fit(costs, pieces(), budget), key=size)
+            pieces = costs.decreasing(costs.pieces(budget)) if whole else costs.decreasing_groups()
+            best = min(best, first_fit(costs, pieces, budget), key=size)
     return best
 
 

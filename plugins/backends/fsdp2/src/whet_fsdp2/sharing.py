@@ -56,9 +56,9 @@ def share(batch: Batch, ranks: int, layout: Layout, pair: float = 0.0, live: NDA
         return batch.shard(1)
     units = sorted(batch.units(), key=lambda unit: int(batch["group"][unit[0]]))
     used = used_lengths(batch)
-    for unit in units if live is not None else ():
-        if not live[unit].any():
-            used[unit] = 0
+    if live is not None:
+        for unit in units:
+            used[unit] *= bool(live[unit].any())
     costs = Costs.of(batch, units, used, layout, pair)
     rank_of = _assign(costs, ranks)
     _assign_free(costs, rank_of, [int(np.asarray(batch["lengths"])[unit].sum()) for unit in units], ranks)
