@@ -8,7 +8,7 @@ Micro-batches cost time in which nothing is computed, and every rank runs as man
 are better. First-fit decreasing needs at most 11/9 of the fewest possible, plus 2/3 (Dósa 2007).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -62,7 +62,7 @@ class Costs:
             dict(zip(firsts.tolist(), prompts.tolist(), strict=True)),
         )
 
-    def total(self, piece: Piece, there: Iterable[int] = ()) -> float:
+    def total(self, piece: Piece, there: Container[int] = ()) -> float:
         """Return what a piece costs where some prompts are there already."""
         return piece.own + sum(self.prompts[prompt] for prompt in piece.prompts if prompt not in there)
 
@@ -73,18 +73,23 @@ class Costs:
         """
         found: list[Piece] = []
         for _, members in groupby(self.units, key=lambda unit: 0 if across else self.groups[unit.units[0]]):
-            begun = False
+            last: list[Piece] = []
+            there, cost = set[int](), 0.0
             for unit in members:
-                joined = self.join([found[-1], unit]) if begun else unit
-                if begun and self.total(joined) <= limit:
-                    found[-1] = joined
-                else:
-                    found.append(unit)
-                begun = True
+                more = self.total(unit, there)
+                if last and cost + more > limit:
+                    found.append(self.join(last))
+                    last, there, cost, more = [], set[int](), 0.0, self.total(unit)
+                last.append(unit)
+                there.update(unit.prompts)
+                cost += more
+            found.append(self.join(last))
         return found
 
     def join(self, pieces: Sequence[Piece]) -> Piece:
         """Return the union of pieces. Its units are in order."""
+        if len(pieces) == 1:
+            return pieces[0]
         return Piece(
             tuple(sorted(number for piece in pieces for number in piece.units)),
             sum(piece.own for piece in pieces),
