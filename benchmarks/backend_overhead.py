@@ -4,9 +4,10 @@
     python benchmarks/backend_overhead.py --hidden 256   a larger model
 
 By hand: the model's forward pass on a row that was laid out before, cross-entropy of the logits at the positions that
-are read, the backward pass, clipping, fused AdamW. The backend starts from the batch: it counts, plans, lays out, computes
-logprobs in chunks and a loss that it does not know, merges metrics. Both use the same modules and attention, and
-loss and gradient norm are compared first. Steps alternate; ratios are of neighbours. `cpu` is processor time over all threads.
+are read, the backward pass, clipping, fused AdamW. The backend starts from the batch: it counts, plans, lays out,
+computes logprobs in chunks and a loss that it does not know, and merges metrics. Both use the same modules and
+attention. Loss and gradient norm are compared first. Steps alternate; ratios are of neighbours. `cpu` is processor time
+over all threads.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -58,7 +60,7 @@ def main() -> None:
         batch = make(len(tokenizer), np.random.Generator(np.random.Philox(0)))
         by_hand = step_by_hand(other, batch)
         compare(worker, other, batch, by_hand)
-        print(f"{name}: {batch.tokens} tokens", measure(lambda: worker.train(batch, LOSS), by_hand, args.steps))
+        print(f"{name}: {batch.tokens} tokens,", measure(partial(worker.train, batch, LOSS), by_hand, args.steps))
 
 
 def step_by_hand(worker: Any, batch: Batch) -> Callable[[], tuple[float, float]]:
@@ -93,7 +95,7 @@ def compare(worker: Any, other: Any, batch: Batch, by_hand: Callable[[], tuple[f
     np.testing.assert_allclose(by_hand(), [found[name].number() for name in ("loss", "grad_norm")], rtol=1e-4)
 
 
-def measure(backend: Callable[[], Mapping[str, Any]], by_hand: Callable[[], object], steps: int) -> str:
+def measure(backend: Callable[[], object], by_hand: Callable[[], object], steps: int) -> str:
     """Take steps of both in turn, and return the medians and their ratios."""
     seconds: list[tuple[float, ...]] = []
     for _ in range(steps + 3):
@@ -103,7 +105,7 @@ def measure(backend: Callable[[], Mapping[str, Any]], by_hand: Callable[[], obje
             step()
             row += [time.process_time() - cpu, time.perf_counter() - wall]
         seconds.append(tuple(row))
-    cpu, wall, hand_cpu, hand_wall = (sorted(column) for column in zip(*seconds[3:], strict=True))
+    cpu, hand_cpu = (sorted(one[i] for one in seconds[3:]) for i in (0, 2))
     ratios = [statistics.median(one[i] / one[i + 2] for one in seconds[3:]) for i in (0, 1)]
     return (
         f"backend {1000 * statistics.median(cpu):.1f} ms cpu (least {1000 * cpu[0]:.1f}), by hand "

@@ -3,10 +3,10 @@
     nox -s bench                                     among others, three rounds of twelve steps of each
     python benchmarks/sft_step.py --rows 256 512     lengths of TRL's packed rows; the fastest counts
 
-The figure is time for a token. Both train on the responses alone, and count prompts among the tokens. TRL's trainer puts
-all rows of a batch into one forward pass, whose attention reads every token with every other; so each row has a pass of
-its own, which is faster. TRL is set as is fastest for a model this small on a CPU: float32, no gradient checkpointing.
-The first steps of each run are left out. Ratios are of medians, within a round.
+The figure is time for a token. Both train on the responses alone, and count prompts among the tokens. TRL's trainer
+puts all rows of a batch into one forward pass, whose attention reads every token with every other; so each row has a
+pass of its own, which is faster. TRL is set as is fastest for a model this small on a CPU: float32, no gradient
+checkpointing. The first steps of each run are left out. Ratios are of medians, within a round.
 """
 
 import argparse
