@@ -123,6 +123,8 @@ def plan(batch: Batch, layout: Layout, budget: int) -> list[Ints]:
     if layout == "padded":
         return _padded(units, used, budget)
     units.sort(key=lambda unit: int(batch["group"][unit[0]]))
+    if units and used.sum() <= budget:  # even without shared prompts
+        return [np.concatenate(units)]
     costs = Costs.of(batch, units, used, layout)
     parts = costs.decreasing(_fewest(costs, budget))
     return [np.concatenate([units[number] for number in part.units]) for part in parts]
