@@ -12,7 +12,7 @@ from whet.data.batch import Batch
 from whet.errors import WhetError
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.layout import Layout, Rows, Targets, pack, used_lengths
-from whet_fsdp2.narrowed import Narrowed, read_only_at
+from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 
 
@@ -117,7 +117,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         self.teacher: tuple[Root, ...] = ()
         """The frozen model of the divergences, in a tuple so that it is not a submodule."""
@@ -186,7 +186,7 @@ class ValueRoot(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
 
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
