@@ -67,9 +67,9 @@ def packed_attention(
         rows = whet_plan.for_rows(query.device)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return attend_rows(q, k, v, rows, scale)[None], None
-    rows = getattr(module, READ, NOWHERE).rows
-    if rows is not None and (keys := keys_of(whet_plan, rows.numpy())) is not None:
-        return attend_few(query, key, value, rows, keys, scale), None
+    read = getattr(module, READ, NOWHERE).rows
+    if read is not None and (keys := keys_of(whet_plan, read.numpy())) is not None:
+        return attend_few(query, key, value, read, keys, scale), None
     plan = whet_plan.for_heads(heads, kv_heads, query.device)
     out: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
         _as_rows(query), _as_rows(key), _as_rows(value), plan, heads, kv_heads, scale

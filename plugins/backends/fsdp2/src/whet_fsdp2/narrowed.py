@@ -1,8 +1,8 @@
 """Compute the last layer only at the positions that are read.
 
     layers 1 .. n-1     all positions: later positions attend to them
-    layer n             keys and values at all positions; everything after the attention only at positions that are read;
-                        if they are few in a packed row, the attention, too
+    layer n             keys and values at all positions; everything after the attention only at positions that are
+                        read; if they are few in a packed row, the attention, too
 
 No output is read at prompt tokens and at tokens of the environment; a reward model reads one position of a response. At
 all other positions the output projection and the feed-forward network of the last layer need not be computed. Values
