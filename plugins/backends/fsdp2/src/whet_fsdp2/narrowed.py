@@ -72,12 +72,14 @@ def narrow(model: Any) -> tuple[Narrowed | ReadRows, ...]:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return ()
-    network, project = getattr(layers[-1], "mlp", None), getattr(getattr(layers[-1], "self_attn", None), "o_proj", None)
+    network, reading = getattr(layers[-1], "mlp", None), getattr(layers[-1], "self_attn", None)
+    project = getattr(reading, "o_proj", None)
     # Mixtures of experts return more than a tensor, or count the positions that they get.
     if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP"):
         return ()
     assert isinstance(network, nn.Module)
-    return Narrowed(project), Narrowed(network), ReadRows(layers[-1].self_attn)
+    assert isinstance(reading, nn.Module)
+    return Narrowed(project), Narrowed(network), ReadRows(reading)
 
 
 def read_only_at(narrowed: Sequence[Narrowed | ReadRows], rows: Tensor | None, places: int) -> None:
