@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
@@ -97,14 +97,19 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
-def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> int:
-    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step."""
+def export(run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None) -> int:
+    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step.
+
+    `step`: by default the last one; `best`: the best by `run.keep_best` of the run's config.
+    """
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
+    if step == "best":
+        step = _best(run, prepared.config)
     saved = exported(run, step, prepared.config)
     with _job("export", prepared) as attempt:
         backend = _start(prepared, attempt, ["backend"])["backend"]
@@ -112,6 +117,15 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         with _whole(Path(out).absolute()) as partial:
             backend.export(partial)
     return written
+
+
+def _best(run: RunFolder, config: "Config") -> int:
+    """Return the step of the best checkpoint. Raises `CheckpointError` where the run has none."""
+    if (best := config.run.keep_best) is None:
+        raise CheckpointError(f"{run.path / 'config.yaml'} has no run.keep_best, which says what is best; give a step")
+    if not (steps := checkpoint.ranking(run, best)):
+        raise CheckpointError(f"no checkpoint of {run.path} has the metric {best.metric!r} of run.keep_best")
+    return steps[0]
 
 
 def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -> checkpoint.Checkpoint:

@@ -84,7 +84,9 @@ def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
     for batch in batches[:2]:
         expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=1e-5)
-    two.save(tmp_path / "of-two").result()
+    pending = two.save_in_background(tmp_path / "of-two")
+    pending.taken()
+    pending.result()
     one.load(tmp_path / "of-two")
     for batch in batches[:2]:
         expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (two, one))
