@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import WhetError
 from whet_fsdp2.feed import Feed
-from whet_fsdp2.narrowed import Narrowed, read_only_at
+from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
 from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 from whet_ops.vocabulary import WHOLE, Vocabulary
@@ -31,7 +31,7 @@ class Root:
     def __init__(self, model: Any, chunk: int) -> None:
         self.model = model
         self.chunk = chunk
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         self.teacher: tuple[Root, ...] = ()
         """The frozen model of the divergences."""
@@ -126,7 +126,7 @@ class ValueRoot:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         model.forward = self._forward
 
