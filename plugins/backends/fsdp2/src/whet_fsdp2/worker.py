@@ -43,6 +43,7 @@ from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
 from whet_weights.offload import Offload
+from whet_weights.stored_names import StoredNames
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +88,7 @@ class Worker:
         attention.register()
         self._seed, self._trained = seed, trained
         self._root, self._layout = self._build(model, trained)
+        self._stored = StoredNames(self._root.model)
         self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
         self._frozen: dict[str, AnyRoot] = {}
         if self._config.reference:
@@ -328,8 +330,11 @@ class Worker:
     # Weights
 
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
-        stream = self._weights.computing()
+        """Send the weights that the forward pass uses, under the names of the model folder.
+
+        All ranks gather; rank 0 sends, or with cuda-ipc every rank.
+        """
+        stream = self._stored.stored(self._weights.computing())
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from whet.errors import WeightSyncError, WhetError
 from whet_hf.decode import Decoder
 from whet_hf.fused import FusedDecoder, unsupported
 from whet_hf.plain import PlainDecoder
+from whet_weights.stored_names import Piece, StoredNames
 
 log = logging.getLogger(__name__)
 
@@ -93,17 +95,21 @@ def decoding_error(decoder: Decoder, model: Any) -> float:
     return difference / max(largest, 1e-30)
 
 
-def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]], stored: StoredNames | None = None) -> None:
     """Copy new weights into the model. Raises `WeightSyncError` if a parameter is missing or a name comes twice.
 
-    For tied parameters one of the names is enough. After an error the weights are a mixture and must not be used.
+    Names are those of the model folder or those in memory. For tied parameters one of the names is enough. After an
+    error the weights are a mixture and must not be used. `stored`: the model's stored names, if they are known already.
     """
-    targets = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in targets}
-    wanted = {id(parameter): name for name, parameter in targets.items()}
+    stored = StoredNames(model) if stored is None else stored
+    targets = _targets(model, stored)
+    wanted = {
+        id(parameter): {piece.name for piece in stored.pieces(name)} or {name}
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     seen: set[str] = set()
     for name, tensor in weights:
-        target = targets.get(name, buffers.get(name))
+        target = targets.get(name)
         if target is None:
             raise WeightSyncError(f"{type(model).__name__} has no parameter {name}, but it was sent")
         if name in seen:
@@ -111,10 +117,38 @@ def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         if target.shape != tensor.shape:
             raise WeightSyncError(f"{name} was sent with shape {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
         with torch.no_grad():
-            target.copy_(tensor)
+            target.write(tensor)
         seen.add(name)
-        wanted.pop(id(target), None)
+        left = wanted.get(id(target.tensor), set())
+        left.discard(name)
+        if not left or target.piece is None:
+            wanted.pop(id(target.tensor), None)
     if wanted:
-        names = sorted(wanted.values())
+        names = sorted(name for left in wanted.values() for name in left)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise WeightSyncError(f"{len(names)} parameters were not sent: {', '.join(names[:5])}{more}")
+
+
+@frozen(eq=False)
+class _Target:
+    """The place of a tensor that may be sent: a whole tensor of the model, or a piece of one."""
+
+    tensor: Tensor
+    piece: Piece | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape if self.piece is None else torch.Size(self.piece.shape)
+
+    def write(self, value: Tensor) -> None:
+        if self.piece is None:
+            self.tensor.copy_(value)
+        else:
+            self.piece.write(self.tensor, value)
+
+
+def _targets(model: Any, stored: StoredNames) -> dict[str, _Target]:
+    """Return the places of all tensors that may be sent, by their names in memory and by their stored names."""
+    held = {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}
+    whole = {name: _Target(tensor) for name, tensor in held.items()}
+    return whole | {p.name: _Target(tensor, p) for name, tensor in held.items() for p in stored.pieces(name)}

@@ -25,6 +25,7 @@ from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
 from whet_weights.offload import Offload
+from whet_weights.stored_names import StoredNames
 from whet_weights.transfer import receive
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Worker:
         self._decoder = choose_decoder(self._model, fused=fused)
         self._strings = StopStrings(path)
         self._weights = Weights()
+        self._stored = StoredNames(self._model)
         self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
         self._queue: list[_Queued] = []
@@ -146,7 +148,7 @@ class Worker:
     def _take(self, spec: TransferSpec, version: int) -> None:
         self._offload.wake(contents=False)
         try:
-            take_weights(self._model, receive(spec, self._rank.rank))
+            take_weights(self._model, receive(spec, self._rank.rank), self._stored)
         except BaseException as error:
             self._weights.broken = str(error)
             raise
