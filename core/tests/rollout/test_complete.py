@@ -39,7 +39,9 @@ class Cutting(FakeGenerator):
         version, self.version = self.version, self.version + 1
         logprobs = -np.arange(said, said + len(tokens), dtype=np.float32) - 1
         versions = ((0, version),) if len(tokens) else ()
-        return Completion(request.id, tokens, logprobs, stop, versions, {"routed": tokens * 2})  # type: ignore[arg-type]
+        routed = np.concatenate([request.tokens, tokens]) * 2
+        routed[-1:] = -1  # as the last token was no input
+        return Completion(request.id, tokens, logprobs, stop, versions, {"routed": routed})  # type: ignore[arg-type]
 
 
 def ask(generator: FakeGenerator, **sampling: object) -> Completion:
@@ -65,7 +67,7 @@ def test_the_parts_are_joined_with_logprobs_versions_and_columns() -> None:
     assert (made.id, text(made), made.stop) == ("r", "hello world", "stop")
     assert made.versions == ((0, 0), (3, 2), (7, 3))
     assert made.logprobs.tolist() == [-i - 1.0 for i in range(11)]
-    assert made.columns["routed"].tolist() == (made.tokens * 2).tolist()
+    assert made.columns["routed"].tolist() == [*(np.concatenate([CODEC.encode("p:"), made.tokens[:-1]]) * 2), -1]
     assert [CODEC.decode(r.tokens) for r in generator.requests] == ["p:", "p:hel", "p:hel", "p:hello w"]
     assert [r.sampling.max_tokens for r in generator.requests] == [20, 17, 17, 13]
     assert [r.prefix for r in generator.requests] == ["shared", "", "", ""]
@@ -98,7 +100,7 @@ def test_the_limit_holds_over_all_parts() -> None:
 def test_a_stop_string_across_parts_ends_the_answer(cuts: list[int]) -> None:
     made = ask(Cutting("one. STOP two", [2, *cuts]), stop=("STOP", "never said"))
     assert (text(made), made.stop) == ("one. STOP", "stop")
-    assert len(made.logprobs) == len(made.tokens) == len(made.columns["routed"])
+    assert len(made.logprobs) == len(made.tokens) == len(made.columns["routed"]) - 2
     assert made.versions[-1][0] < len(made.tokens)
 
 

@@ -246,6 +246,8 @@ class RoleContext:
     """Whether this role trains the model. If not, the model needs no optimizer."""
     replacing: Replacing | None = None
     """Only for generators. None: lost replicas are not replaced."""
+    columns: frozenset[str] = frozenset()
+    """Only for generators. The columns that completions must have; see `whet.interfaces.generator`."""
 
     @property
     def slice(self) -> WorkerGroup:

@@ -47,6 +47,7 @@ def config_problems(
     yield from _needs(name, config.roles, roles)
     yield from _losses(roles, feeds_on)
     yield from _weights(name, roles)
+    yield from _recorded(roles, feeds_on)
     yield from incompatibilities(name, roles)
     yield from _lengths(config.rollout, model, roles)
     yield from _conversations(config.rollout, model, roles, models)
@@ -177,6 +178,14 @@ def _weights(name: str, roles: Roles) -> Iterator[Problem]:
             yield Problem(f"backend.{weights}", f"{why}; set it{' to true' if is_switch else ''}")
         else:
             yield Problem("backend", f"{why} and has no key {weights!r} for one; choose another backend")
+
+
+def _recorded(roles: Roles, feeds_on: str) -> Iterator[Problem]:
+    """Find columns that the backend wants from the generator and that nobody records."""
+    given = roles.of(GeneratorFacts)["generator"].columns_given if feeds_on == "rollouts" else frozenset()
+    for column in sorted(roles.backend.columns_wanted - given):
+        why = f"the generator {roles['generator'].selection.name} cannot" if feeds_on == "rollouts" else "data has none"
+        yield Problem("backend", f"wants the column {column!r} that generators record while they sample, and {why}")
 
 
 def _lengths(rollout: RolloutSection, model: ModelInfo, roles: Roles) -> Iterator[Problem]:

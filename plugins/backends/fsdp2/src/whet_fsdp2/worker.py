@@ -35,6 +35,7 @@ from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
+from whet_fsdp2.experts import Experts, Step
 from whet_fsdp2.export import copy_companions, set_padding
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
@@ -87,6 +88,7 @@ class Worker:
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
+        self._experts: Experts | None = None
         self._root, self._layout = self._build(model, trained)
         self._stored = StoredNames(self._root.model)
         self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
@@ -118,6 +120,8 @@ class Worker:
         config = self._config
         model = load_model(info, config.head, self._seed)
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
+        if self._experts is None:  # the first model that is built is the policy
+            self._experts = Experts(root, config.experts, self._ranks, layout)
         if trained and self._config.gradient_checkpointing:
             enable_checkpointing(model)
         model.to(self._device)
@@ -194,18 +198,36 @@ class Worker:
     ) -> tuple[float, dict[str, Metric]]:
         """Add up gradients over micro-batches. Returns this rank's part of the objective, and the loss's metrics."""
         values, found = [], []
+        routing = self._routing(batch, loss)
         for part in self._micro_batches(batch):
             one = self._feed(part, batch)
             with torch.enable_grad():
                 outputs = self._root(one, loss.outputs)
                 objective, of_loss = self._objective(one, outputs, part, loss, counts)
+                if routing is not None:
+                    objective = routing.add_to(objective)
                 watch.lap("forward")
                 self._backward(objective, outputs)
             values.append(objective.detach())
             found.append(of_loss)
             watch.lap("backward")
         total = float(torch.stack(values).double().sum()) if values else 0.0
+        if routing is not None:
+            found.append(routing.metrics())
         return total, metrics.detached(metrics.merge(found))
+
+    def _routing(self, batch: Batch, loss: Loss) -> Step | None:
+        """Begin to count the routing of a step. None: the model is dense."""
+        if not self._experts:
+            return None
+
+        def passes() -> Iterator[None]:
+            for part in self._micro_batches(batch):
+                with torch.no_grad():
+                    yield self._root(self._feed(part, batch), ("hidden",))
+
+        live = bool(torch.as_tensor(loss.live(self._tensors(batch))).any()) if batch.sequences else False
+        return self._experts.begin(batch, len(self._plan(batch)), live, passes())
 
     def _backward(self, objective: Tensor, outputs: Mapping[str, Tensor]) -> None:
         if not objective.requires_grad:
@@ -316,9 +338,14 @@ class Worker:
             yield None if chosen is None else batch.take(chosen)
 
     def _feed(self, part: Batch | None, batch: Batch) -> Feed:
-        if part is None:
-            return nothing(batch.take([]), self._layout, self._device)
-        return feed(part, self._layout, self._device)
+        one = (
+            nothing(batch.take([]), self._layout, self._device)
+            if part is None
+            else feed(part, self._layout, self._device)
+        )
+        if self._experts:
+            self._experts.enter(part, one)
+        return one
 
     def _tensors(self, batch: Batch) -> Batch:
         return batch.map(self._tensor)

@@ -150,6 +150,10 @@ def _views(parameters: list[Tensor]) -> Tensor:
 class FusedSession:
     """A running batch. Prompts are right-aligned in the cache, so every row writes the same column."""
 
+    prompts_routed: tuple[Any, ...] = ()
+    routed = None
+    """A dense model has no experts to record."""
+
     def __init__(self, decoder: FusedDecoder, prompts: list[Tensor], owner: Tensor, room: int, lane: int) -> None:
         self._decoder, self._rows = decoder, len(owner)
         lengths = torch.tensor([len(p) for p in prompts], device=owner.device)

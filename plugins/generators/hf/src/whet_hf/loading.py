@@ -12,6 +12,7 @@ from whet.errors import WeightSyncError, WhetError
 from whet_hf.decode import Decoder
 from whet_hf.fused import FusedDecoder, unsupported
 from whet_hf.plain import PlainDecoder
+from whet_ops.routing import Routers, find_routers, problem_of
 from whet_weights.stored_names import Piece, StoredNames
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,14 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> A
     return model.to(device).eval().requires_grad_(False)
 
 
-def choose_decoder(model: Any, *, fused: bool) -> Decoder:
+def choose_decoder(model: Any, *, fused: bool, experts: bool = False) -> Decoder:
     """Return the fastest decoder whose logits equal the model's own on random tokens.
 
-    Raises `WhetError` if no decoder's logits do.
+    experts: the decoder must record the experts of each token. Raises `WhetError` if no decoder's logits do, or if the
+    experts of this model cannot be recorded.
     """
-    if fused:
+    routers = _routers(model) if experts else None
+    if fused and routers is None:
         reason = unsupported(model.config)
         if not reason:
             decoder = FusedDecoder(model)
@@ -61,7 +64,7 @@ def choose_decoder(model: Any, *, fused: bool) -> Decoder:
                 return decoder
             reason = f"this model: its logits differ by {difference:.1e} of the largest"
         log.warning("the fused decoder does not do %s; the model's own code decodes, which is slower", reason)
-    plain = PlainDecoder(model)
+    plain = PlainDecoder(model, routers)
     difference = decoding_error(plain, model)
     if difference > TOLERANCE[model.dtype]:
         raise WhetError(
@@ -69,6 +72,15 @@ def choose_decoder(model: Any, *, fused: bool) -> Decoder:
             "so it cannot be sampled from token by token; use another generator for this model"
         )
     return plain
+
+
+def _routers(model: Any) -> Routers:
+    routers = find_routers(model)
+    few = torch.arange(2, 9, device=model.device)[None]
+    problem = problem_of(routers, model, lambda: model.base_model(input_ids=few, use_cache=False))
+    if problem:
+        raise WhetError(f"the generator cannot record experts: {problem}; leave out backend.experts.record and replay")
+    return routers
 
 
 @torch.inference_mode()

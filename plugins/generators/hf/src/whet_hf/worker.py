@@ -24,6 +24,7 @@ from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
+from whet_ops.routing import COLUMN
 from whet_weights.offload import Offload
 from whet_weights.stored_names import StoredNames
 from whet_weights.transfer import receive
@@ -65,12 +66,14 @@ class Worker:
         cache_bytes: int,
         fused: bool,
         scratch: str,
+        columns: list[str] | None = None,
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._rank, self._max_batch = rank, max_batch
         self._device = torch.device(rank.device)
         self._model = load_model(path, dtype, rank.device, trust_remote_code)
-        self._decoder = choose_decoder(self._model, fused=fused)
+        experts = COLUMN in (columns or ())
+        self._decoder = choose_decoder(self._model, fused=fused, experts=experts)
         self._strings = StopStrings(path)
         self._weights = Weights()
         self._stored = StoredNames(self._model)
@@ -82,7 +85,7 @@ class Worker:
         self._aborts = Aborts()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._busy = threading.Lock()
-        small = sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
+        small = not experts and sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
