@@ -19,6 +19,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 96, "tied": False},
     "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1, "head_dim": 24, "hidden": 96, "tied": True},
     "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
+    "qwen3_moe": {"family": "qwen3_moe", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "mlp": 32},
+    "mixtral": {"family": "mixtral", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "mlp": 32, "tied": False},
     "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
 }
 LOSS = Spec("whet_testing.losses:Weighted")

@@ -22,11 +22,11 @@ from attrs import define, frozen
 from torch import Tensor
 
 from whet.data import metrics
-from whet.data.batch import Batch
+from whet.data.batch import Batch, from_sequences
 from whet.data.metrics import Metric
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.config import ExpertsConfig
-from whet_fsdp2.feed import AnyRoot, Feed
+from whet_fsdp2.feed import AnyRoot, Feed, feed
 from whet_fsdp2.layout import Layout, pack, places, used_lengths
 from whet_fsdp2.ranks import Ranks
 from whet_ops.routing import COLUMN, Routed, Routers, find_routers, problem_of
@@ -38,8 +38,10 @@ class Entered:
 
     weights: Tensor
     """[T] float32: the number of sequences that each token of the pass stands for, 0 for padding."""
-    recorded: Tensor | None
-    """[T, layers, k] the sampler's experts, -1 where they are not known."""
+    sampled: Tensor | None = None
+    """[U, layers, k] the sampler's experts of each token of each sequence, -1 where they are not known."""
+    at: Tensor | None = None
+    """[U] where these tokens lie in the pass."""
 
 
 @define(eq=False)
@@ -79,37 +81,37 @@ class Experts:
         """Return whether the model has routers whose choices can be recorded."""
         return len(self._routers) > 0
 
-    def _few_tokens(self) -> Any:
-        device = self._root.model.get_input_embeddings().weight.device
-        return self._root.model.base_model(input_ids=torch.arange(2, 9, device=device)[None], use_cache=False)
+    def _few_tokens(self) -> None:
+        tokens = np.arange(2, 9)
+        row = {"tokens": tokens, "loss_mask": tokens > 2}
+        one = feed(from_sequences([row], prompt_lengths=[1]), self._layout, self._ranks.device)
+        self._root(one, (self._root.probe,))
 
     def enter(self, part: Batch | None, one: Feed) -> None:
         """Prepare the next forward pass, of a micro-batch."""
         if self.counting:
             self._routers.listen()
-        rows = one.arguments["input_ids"].numel()
+        device, rows = self._ranks.device, one.arguments["input_ids"].numel()
+        self._routers.replay(None)
         if part is None or one.empty:
-            self._entered = Entered(torch.zeros(rows, device=self._ranks.device), None)
-            self._routers.replay(None)
+            self._entered = Entered(torch.zeros(rows, device=device))
             return
         where, at = places(part, pack(part, self._layout))
-        weights = np.bincount(at, minlength=rows).astype(np.float32)
-        recorded = self._recorded(part, where, at, rows)
-        self._entered = Entered(torch.from_numpy(weights).to(self._ranks.device), recorded)
-        self._routers.replay(recorded if self.config.replay else None)
-
-    def _recorded(self, part: Batch, where: Any, at: Any, rows: int) -> Tensor | None:
+        weights = torch.from_numpy(np.bincount(at, minlength=rows).astype(np.float32)).to(device)
         if COLUMN not in part:
             if self.config.replay:
                 raise WhetError(
                     f"backend.experts.replay: the batch has no column {COLUMN!r}; a generator that records the experts "
                     "must have sampled it"
                 )
-            return None
-        column = self._by_layer(part)
-        found = np.full((rows, *column.shape[1:]), -1, np.int16)
-        found[at] = column[where]
-        return torch.from_numpy(found).to(self._ranks.device)
+            self._entered = Entered(weights)
+            return
+        sampled = self._by_layer(part)[where]
+        if self.config.replay:
+            replayed = np.full((rows, *sampled.shape[1:]), -1, np.int16)
+            replayed[at] = sampled
+            self._routers.replay(torch.from_numpy(replayed).to(device))
+        self._entered = Entered(weights, torch.from_numpy(sampled).to(device), torch.from_numpy(at).to(device))
 
     def _by_layer(self, part: Batch) -> Any:
         """Return the recorded experts [N, routers, k]. An engine may have recorded layers without experts, too."""
@@ -252,16 +254,7 @@ class Step:
     ) -> None:
         weights = self._weights()
         entropy = torch.stack([weights @ -(each.exp() * each).sum(-1) for each in logprobs]).sum() / len(logprobs)
-        zero = weights.new_zeros(())
-        compared = different = overruled = zero
-        recorded = self._experts.entered.recorded
-        for layer, one in enumerate(routed if recorded is not None else ()):
-            assert recorded is not None
-            sampled = recorded[:, layer].long()
-            counted = weights * (sampled[:, 0] >= 0)
-            compared = compared + counted.sum()
-            different = different + counted @ _share_missing(one.chosen, sampled)
-            overruled = overruled + counted @ _share_missing(one.own, sampled)
+        compared, different, overruled = self._disagreement(routed)
         scalars = torch.stack([weights.sum(), entropy, squares, compared, different, overruled]).double()
         if self._sums is None:
             self._sums = _Sums(chosen, chances.double(), scalars)
@@ -269,6 +262,21 @@ class Step:
             self._sums.chosen += chosen
             self._sums.chances += chances.double()
             self._sums.scalars += scalars
+
+    def _disagreement(self, routed: list[Routed]) -> Tensor:
+        """Return [3]: compared tokens, and the sums of the shares of their experts that did not compute, or that the
+        router itself would not choose. Tokens of all layers are added up.
+        """
+        entered = self._experts.entered
+        total = entered.weights.new_zeros(3)
+        if entered.sampled is None or entered.at is None or not self._counts:
+            return total
+        for layer, one in enumerate(routed):
+            sampled = entered.sampled[:, layer].long()
+            known = (sampled[:, 0] >= 0).float()
+            shares = [_share_missing(chosen[entered.at], sampled) for chosen in (one.chosen, one.own)]
+            total += torch.stack([known.sum(), *(known @ share for share in shares)])
+        return total
 
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics of the step over all ranks, on rank 0."""

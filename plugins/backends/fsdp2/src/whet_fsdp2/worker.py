@@ -120,11 +120,11 @@ class Worker:
         config = self._config
         model = load_model(info, config.head, self._seed)
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
-        if self._experts is None:  # the first model that is built is the policy
-            self._experts = Experts(root, config.experts, self._ranks, layout)
         if trained and self._config.gradient_checkpointing:
             enable_checkpointing(model)
         model.to(self._device)
+        if self._experts is None:  # the first model that is built is the policy
+            self._experts = Experts(root, config.experts, self._ranks, layout)
         if not trained:
             model.requires_grad_(False)
         if self._ranks.size > 1:
