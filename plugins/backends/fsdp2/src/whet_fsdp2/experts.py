@@ -220,8 +220,11 @@ class Step:
             found.append(room.index_add_(0, one.chosen.reshape(-1), spread))
         return torch.stack(found)
 
-    def add_to(self, objective: Tensor) -> Tensor:
-        """Count the last forward pass, and return the objective of its micro-batch with the weighted terms."""
+    def add_to(self, objective: Tensor, output: Tensor) -> Tensor:
+        """Count the last forward pass, and return the objective of its micro-batch with the weighted terms.
+
+        output: an output of the pass.
+        """
         config, weights, routed = self._config, self._weights(), self._experts.routed()
         wanted = (config.balance > 0 or config.z_loss > 0) and self._tokens > 0
         with torch.set_grad_enabled(wanted):
@@ -231,7 +234,11 @@ class Step:
             squares = torch.stack([weights @ each.logsumexp(-1).square() for each in logits]).sum() / len(logits)
         chosen = self._chosen(routed)
         self._add(routed, chosen, chances.detach(), squares.detach(), [each.detach() for each in logprobs])
-        return objective + self._weighted(chosen, chances, squares, float(weights.sum())) if wanted else objective
+        if not wanted:
+            return objective
+        # FSDP2 gathers the weights of a layer when a gradient reaches the layer's output, which these terms go past.
+        through = output.nan_to_num().sum() * 0.0
+        return objective + self._weighted(chosen, chances, squares, float(weights.sum())) + through
 
     def _weighted(self, chosen: Tensor, chances: Tensor, squares: Tensor, tokens: float) -> Tensor:
         config = self._config

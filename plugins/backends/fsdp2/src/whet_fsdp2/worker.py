@@ -205,7 +205,7 @@ class Worker:
                 outputs = self._root(one, loss.outputs)
                 objective, of_loss = self._objective(one, outputs, part, loss, counts)
                 if routing is not None:
-                    objective = routing.add_to(objective)
+                    objective = routing.add_to(objective, outputs[self._root.probe])
                 watch.lap("forward")
                 self._backward(objective, outputs)
             values.append(objective.detach())

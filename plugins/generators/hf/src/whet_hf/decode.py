@@ -174,7 +174,7 @@ def decode(
             logprobs[i, :n].copy(),
             endings[i],
             tuple(v for v in versions if v[0] < n),
-            experts.columns(i, n),
+            experts.columns(i, int(n)),
         )
         for i, (r, n) in enumerate(zip(requests, lengths, strict=True))
     ]

@@ -1,6 +1,7 @@
 """Decode with the model's own code and `transformers`' cache. Works for every model that can generate."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class PlainSession:
             position_ids=(self._mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=DynamicCache(config=decoder.model.config),
         )
-        self.prompts_routed = [
+        self.routed: Any = None
+        """The experts of the last tokens [B, layers * k] int16, before `keep`. None: they are not recorded."""
+        self.prompts_routed: Sequence[Any] = [
             routed[width - len(prompt) :] for prompt, routed in zip(prompts, self._routed(len(prompts)), strict=False)
         ]
         """The experts of each prompt [prompt, layers * k] int16. Empty: they are not recorded."""
@@ -79,8 +82,8 @@ class PlainSession:
             position_ids=self._position[:, None],
             past_key_values=self._cache,
         )
-        self.routed = self._routed(len(tokens))[:, 0] if self._decoder.routers is not None else None
-        """The experts of the last tokens [B, layers * k] int16, before `keep`. None: they are not recorded."""
+        if self._decoder.routers is not None:
+            self.routed = self._routed(len(tokens))[:, 0]
         self._position = self._position + 1
         self.logits = output.logits[:, -1]
 
