@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Request, Sampling
-from whet.rollout.complete import complete
+from whet.rollout.complete import complete, merged_columns
 from whet_testing.fakes import ByteCodec, FakeGenerator
 
 CODEC = ByteCodec()
@@ -112,3 +112,16 @@ def test_a_generator_that_cuts_short_at_the_limit_is_not_asked_for_nothing() -> 
 
     made = ask(Late("hello world", []), max_tokens=5)
     assert (text(made), made.stop) == ("hello", "length")
+
+
+def test_the_first_record_of_a_token_counts_over_several_turns() -> None:
+    """Of a turn, its last token is recorded by the turn after, whose input it is."""
+
+    def turn(prompt: int, tokens: int, number: int) -> tuple[int, Completion]:
+        column = np.full((prompt + tokens, 1), number, np.int16)
+        column[-1] = -1
+        made = np.zeros(tokens, np.int64), np.zeros(tokens, np.float32)
+        return prompt, Completion("r", *made, "stop", ((0, 0),), {"routed": column})
+
+    merged = merged_columns([turn(2, 3, 1), turn(7, 2, 2)], 10)
+    assert merged["routed"][:, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, -1, -1]

@@ -39,8 +39,9 @@ def test_names_and_values_are_those_of_the_folder(tiny_models: Any, family: str,
     [
         MixtralConfig(**SMALL, num_local_experts=3),
         DeepseekV3Config(
-            **SMALL, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-            topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+            **SMALL, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+            v_head_dim=8,
         ),
         GptOssConfig(**SMALL, head_dim=8, num_local_experts=3, num_experts_per_tok=2),
     ],

@@ -127,8 +127,8 @@ class ExpertsConfig:
     `routing/disagreement` how often the trainer chooses others."""
     replay: bool = False
     """Compute with the experts that the generator chose, in training and in scores of the policy (routing replay:
-    arXiv:2507.18071, section 5.3, and R3, arXiv:2510.11370). Their weights come from the trainer's own router. Implies
-    `record`."""
+    arXiv:2507.18071, section 5.3, and R3, arXiv:2510.11370). Their weights come from the trainer's own router. Where
+    nothing is recorded, the router chooses. Implies `record`."""
 
 
 @frozen

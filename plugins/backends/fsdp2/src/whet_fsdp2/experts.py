@@ -99,7 +99,7 @@ class Experts:
         where, at = places(part, pack(part, self._layout))
         weights = torch.from_numpy(np.bincount(at, minlength=rows).astype(np.float32)).to(device)
         if COLUMN not in part:
-            if self.config.replay:
+            if self.config.replay and self.counting:  # a score of tokens that nobody recorded is the router's own
                 raise WhetError(
                     f"backend.experts.replay: the batch has no column {COLUMN!r}; a generator that records the experts "
                     "must have sampled it"
