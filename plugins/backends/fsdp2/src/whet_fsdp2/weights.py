@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from whet_fsdp2.feed import AnyRoot
+from whet_fsdp2.kept_dtypes import kept_in_float32, modules_in_float32
 
 
 class PolicyWeights:
     """Float32 master weights that the optimizer updates, by their names in `transformers`.
 
     On several ranks, and on one rank in float32, the masters are the module's own parameters (FSDP2 casts them when it
-    gathers them). On one rank in bfloat16 the module holds a bfloat16 copy. Its gradients are added to the float32
+    gathers them). On one rank in bfloat16 the module holds a bfloat16 copy, except of weights that the model keeps in
+    float32. Its gradients are added to the float32
     gradients of the masters as soon as they are complete.
     """
 
@@ -22,8 +24,9 @@ class PolicyWeights:
         self.root = root
         self._low: list[tuple[nn.Parameter, Tensor]] = []
         self.masters: dict[str, Tensor] = {}
+        kept = kept_in_float32(root.model)
         for name, parameter in root.model.named_parameters():
-            if low_precision:
+            if low_precision and name not in kept:
                 master = parameter.detach().clone()
                 parameter.data = parameter.data.to(torch.bfloat16)
                 if parameter.requires_grad:
@@ -126,6 +129,9 @@ def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: boo
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # temperatures stay float32
     )
+    for module in modules_in_float32(root.model) if low_precision else ():
+        whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, mp_policy=whole, reshard_after_forward=reshard_after_forward)
     for layer in decoder_layers(root.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=mesh, mp_policy=precision)

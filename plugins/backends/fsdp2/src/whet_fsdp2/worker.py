@@ -38,6 +38,7 @@ from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.experts import Experts, Step
 from whet_fsdp2.export import copy_companions, set_padding
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
+from whet_fsdp2.kept_dtypes import lower
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import Stepper, is_finite
@@ -136,8 +137,7 @@ class Worker:
                 reshard_after_forward=self._config.reshard_after_forward,
             )
         elif not trained and self._low:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
+            lower(model)
         return root, layout
 
     def coordinates(self) -> RankCoordinates:
