@@ -46,7 +46,12 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
         "models/experts-0/model",
         [
             [sys.executable, "-m", "whet.cli", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
-            [sys.executable, "examples/quickstart/make_experts.py", "runs/quickstart-0/start", "models/experts-0/start"],
+            [
+                sys.executable,
+                "examples/quickstart/make_experts.py",
+                "runs/quickstart-0/start",
+                "models/experts-0/start",
+            ],
             [sys.executable, "-m", "whet.cli", "run", "recipes/learn-moe-sft.yaml"],
         ],
     ),

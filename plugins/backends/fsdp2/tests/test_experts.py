@@ -337,8 +337,8 @@ def test_a_router_that_the_model_keeps_in_float32_stays_so(make_worker, tmp_path
     folder = make_model(tmp_path, tiny_tokenizer)
     config = Ernie4_5_MoeConfig(
         vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-        moe_num_experts=4, moe_k=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, moe_layer_start_index=0,
-        moe_num_shared_experts=1, max_position_embeddings=64,
+        moe_num_experts=4, moe_k=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        moe_layer_start_index=0, moe_num_shared_experts=1, max_position_embeddings=64,
     )  # fmt: skip
     (folder / "model.safetensors").unlink()
     torch.manual_seed(0)

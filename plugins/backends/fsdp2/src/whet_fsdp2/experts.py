@@ -122,8 +122,8 @@ class Experts:
         if column.ndim == 2 and column.shape[1] == every * k:
             return column.reshape(-1, every, k)[:, self._layers]
         raise WhetError(
-            f"the column {COLUMN!r} has shape {list(column.shape)}, wanted [tokens, {routers * k}]: {k} experts in "
-            f"of {routers} layers; does the generator run the same model?"
+            f"the column {COLUMN!r} has shape {list(column.shape)}, wanted [tokens, {routers * k}]: {k} experts of "
+            f"each of {routers} layers; does the generator run the same model?"
         )
 
     # One optimizer step
@@ -158,13 +158,15 @@ class Experts:
                 chosen = np.stack([np.bincount(ids[:, i].ravel(), minlength=chosen.shape[1]) for i in layers])
         if self._ranks.max(int(not complete)):
             return None
-        return self.loads(torch.from_numpy(chosen.astype(np.float64)), tokens)
+        return self._shares(self._ranks.sum(chosen.ravel().tolist()), tokens)
 
     def loads(self, chosen: Tensor, tokens: float) -> Tensor:
         """Return the share of tokens of each expert over all ranks [layers, E], of each layer or of the whole model."""
-        numbers = self._ranks.sum(chosen.flatten().tolist())
-        found = torch.tensor(numbers, dtype=torch.float32, device=self._ranks.device).view(chosen.shape) / tokens
-        return self.pooled(found)
+        return self._shares(self.sum(chosen), tokens)
+
+    def _shares(self, chosen: list[float], tokens: float) -> Tensor:
+        found = torch.tensor(chosen, dtype=torch.float32, device=self._ranks.device) / tokens
+        return self.pooled(found.view(len(self._routers), self._routers.experts))
 
     def pooled(self, loads: Tensor) -> Tensor:
         """Return loads [layers, E] of each layer, or of the whole model if the config takes the layers together."""
@@ -181,7 +183,7 @@ class Experts:
         return self._entered
 
     def sum(self, numbers: Tensor) -> list[float]:
-        """Return numbers summed over all ranks."""
+        """Return sums over the tokens of forward passes, summed over all ranks."""
         return self._ranks.sum(numbers.flatten().tolist())
 
     @property

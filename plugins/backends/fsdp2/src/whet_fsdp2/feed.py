@@ -125,8 +125,6 @@ class Root(nn.Module):
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """Return the wanted outputs and always `logprobs`: [M] or [M, K] each. See `whet.interfaces.backend`."""
         hidden, head = self._hidden(feed), self.model.get_output_embeddings()
-        if "hidden" in outputs:  # a pass that only counts which experts it takes
-            return {"hidden": hidden}
         bias = getattr(head, "bias", None)
         if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
             return {"hidden": hidden, "weight": head.weight, **({} if bias is None else {"bias": bias})}
