@@ -29,7 +29,7 @@ from whet_sglang.arguments import ENGINE, SWITCH
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
-LONG = 1e7
+LONG = 1e6
 DEADLINES = DeadlinesSection(start=LONG, generate=LONG, weight_sync=LONG)
 """Practically none: the caller of this worker sets the deadlines."""
 ENVIRONMENT = {
