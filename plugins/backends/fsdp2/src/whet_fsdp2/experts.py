@@ -289,8 +289,9 @@ class Step:
 
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics of the step over all ranks, on rank 0."""
-        assert self._sums is not None
         self._experts.counting = False
+        if self._sums is None:  # no sequence has a target, on any rank
+            return {}
         sums, shape = self._sums, self._sums.chosen.shape
         parts = (sums.chosen, sums.chances, sums.scalars)
         whole = np.asarray(self._experts.sum(torch.cat([part.flatten() for part in parts])))
