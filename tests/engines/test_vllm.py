@@ -70,6 +70,23 @@ def test_under_ray_sampler_and_trainer_agree_on_every_step(tmp_path, model, smal
     assert json.loads((tmp_path / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
 
 
+def test_a_mixture_of_experts_is_trained_and_its_experts_are_not_recorded_on_a_cpu(
+    tmp_path, tiny_models, small_run, whet
+):
+    model = {"path": str(tiny_models("qwen3_moe", hidden=128))}
+    cluster, probe = {"threads": {"backend": 1, "generator": 1}}, {"probe": {"every": 1}}
+    experts = {"use": "fsdp2", "optimizer": {"lr": 1.0e-2}, "experts": {"balance": 0.01}}
+    run(small_run(tmp_path, model=model, generator=GENERATOR, weight_sync=probe, cluster=cluster, backend=experts))
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+    recorded = {**experts, "experts": {"record": True}}
+    (tmp_path / "other").mkdir()
+    config = small_run(tmp_path / "other", model=model, generator=GENERATOR, cluster=cluster, backend=recorded)
+    assert "vLLM records the experts of tokens on GPUs only" in whet("run", config).error
+
+
 def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw(tmp_path, model, small_run):
     pytest.importorskip("openai")
     config = small_run(

@@ -201,6 +201,8 @@ class BackendFacts(WorkerFacts):
     """Model outputs that the backend can compute."""
     weights_given: frozenset[str] = frozenset({"policy"})
     """Sets of weights that the backend holds. Its setting `reference` decides whether it holds `reference`."""
+    columns_wanted: frozenset[str] = frozenset()
+    """Columns that the generator must record while it samples; see `whet.interfaces.generator`."""
 
 
 @frozen(kw_only=True)
@@ -213,6 +215,8 @@ class GeneratorFacts(WorkerFacts):
     dtype: str = ""
     """The dtype in which the generator computes, e.g. `bfloat16`. For a coarser number format, the generator chooses a
     name. Empty: the dtype of the model."""
+    columns_given: frozenset[str] = frozenset()
+    """Columns that the generator can record while it samples; see `whet.interfaces.generator`."""
 
 
 @frozen(kw_only=True)

@@ -49,10 +49,6 @@ class TransferSpec:
     """For `broadcast` and `cuda-ipc`: whether senders keep a copy of the weights for late receivers."""
 
 
-Link = TransferSpec
-"""The old name of `TransferSpec`, kept for one version."""
-
-
 @frozen
 class Copy:
     """A copy of a memory on one node."""

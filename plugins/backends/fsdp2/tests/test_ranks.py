@@ -9,7 +9,7 @@ import torch
 from whet.component import Spec
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, OptimizerConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 
@@ -115,6 +115,30 @@ def test_two_ranks_give_the_outputs_of_one(backends, folders, make_batch):
     for loss, part in (("Divergence", batch), ("AtTokens", at), ("AtTokens", at.take([0]))):
         expected, found = (numbers(backend.train(part, Spec(f"whet_testing.losses:{loss}"))) for backend in (one, two))
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_ranks_give_the_numbers_and_loads_of_one_for_a_mixture_of_experts(backends, make_batch, tmp_path):
+    experts = ExpertsConfig(balance=0.1, z_loss=0.01)
+    one, two = backends(family="qwen3_moe", micro_batch_tokens=40, experts=experts, gradient_checkpointing=True)
+    batches = [make_batch(seed) for seed in range(3)]
+    half = batches[0].with_columns(advantages=np.where(batches[0]["group"] < 2, 1, 0).astype(np.float32))
+    for batch, loss in [*((batch, LIKELIHOOD) for batch in batches), (half, SKIPPING), (half.take([0]), SKIPPING)]:
+        expected, found = ({n: m.number() for n, m in b.train(batch, loss).items()} for b in (one, two))
+        names = ["loss", "grad_norm", *(name for name in expected if name.startswith("experts/"))]
+        assert len(names) == 8
+        assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=2e-4)
+    for backend, name in ((one, "one"), (two, "two")):
+        backend.export(tmp_path / name)
+    from safetensors.torch import load_file
+
+    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in exported[0]
+    for name in exported[0]:
+        torch.testing.assert_close(exported[1][name], exported[0][name], atol=1e-3, rtol=0)
+    two.save(tmp_path / "saved").result()
+    one.load(tmp_path / "saved")
+    found, expected = (backend.score(batches[0], ("logprobs",))["logprobs"] for backend in (one, two))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_two_ranks_give_the_values_of_one(backends, make_batch):

@@ -55,6 +55,12 @@ class Row:
     prefix: Ints
     """[S] the prefix segment of each segment, or -1."""
     targets: Targets
+    first: Ints
+    """[B] where the first token of each sequence lies."""
+    split: Ints
+    """[B] the number of tokens from there on; the other tokens of the sequence lie at `rest`."""
+    rest: Ints
+    """[B]."""
 
 
 @frozen(eq=False)
@@ -156,6 +162,9 @@ def _packed(batch: Batch, used: Ints, owner: Ints) -> Row:
         lengths=size,
         prefix=prefix,
         targets=Targets(source, tokens[where], where, sequence),
+        first=first,
+        split=split,
+        rest=rest,
     )
 
 
@@ -172,6 +181,23 @@ def _padded(batch: Batch, used: Ints) -> Rows:
     where, sequence, before = _targets(batch, lengths, starts)
     source = row[sequence] * mask.shape[1] + before
     return Rows(rows, mask, Targets(source, tokens[where], where, sequence))
+
+
+def places(batch: Batch, found: Row | Rows) -> tuple[Ints, Ints]:
+    """Return the tokens of a micro-batch that enter its forward pass, and where they lie there -> [U], [U].
+
+    A token that several sequences share enters once for each of them. Values: positions among the N tokens of the
+    micro-batch; indices in the flattened forward pass.
+    """
+    used, lengths = used_lengths(batch), np.asarray(batch["lengths"])
+    sequence = np.repeat(np.arange(len(used)), used)
+    position = ranges(np.zeros(len(used), np.int64), used)
+    where = (np.cumsum(lengths) - lengths)[sequence] + position
+    if isinstance(found, Rows):
+        return where, np.flatnonzero(found.mask)
+    late = position >= found.split[sequence]
+    rest = found.rest[sequence] - found.split[sequence]
+    return where, position + np.where(late, rest, found.first[sequence])
 
 
 def _targets(batch: Batch, lengths: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:

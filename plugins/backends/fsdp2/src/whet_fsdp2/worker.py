@@ -35,6 +35,7 @@ from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint, saving
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
+from whet_fsdp2.experts import Experts, Step
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.layout import Layout
@@ -46,6 +47,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_weights.offload import Offload
+from whet_weights.stored_names import StoredNames
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,7 +91,9 @@ class Worker:
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
+        self._experts: Experts | None = None
         self._root, self._layout = self._build(model, trained)
+        self._stored = StoredNames(self._root.model)
         copied = self._low and trained and self._ranks.grid.averaged == 1
         compute = torch.bfloat16 if self._low else torch.float32
         self._weights = PolicyWeights(self._root, copied, rank.size, compute)
@@ -131,6 +135,8 @@ class Worker:
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
         if trained and config.gradient_checkpointing:
             enable_checkpointing(model)
+        if self._experts is None:  # the first model that is built is the policy
+            self._experts = Experts(root, config.experts, ranks, layout)
         if not trained:
             model.requires_grad_(False)
         reshard(model)
@@ -196,18 +202,36 @@ class Worker:
     ) -> tuple[float, dict[str, Metric]]:
         """Add up gradients over micro-batches. Returns this rank's part of the objective, and the loss's metrics."""
         values, found = [], []
+        routing = self._routing(batch, loss)
         for part in self._micro_batches(batch):
             one = self._feed(part, batch)
             with torch.enable_grad():
                 outputs = self._root(one, loss.outputs)
                 objective, of_loss = self._objective(one, outputs, part, loss, counts)
+                if routing is not None:
+                    objective = routing.add_to(objective, outputs[self._root.probe])
                 watch.lap("forward")
                 self._backward(objective, outputs)
             values.append(objective.detach())
             found.append(of_loss)
             watch.lap("backward")
         total = float(torch.stack(values).double().sum()) if values else 0.0
+        if routing is not None:
+            found.append(routing.metrics())
         return total, metrics.detached(metrics.merge(found))
+
+    def _routing(self, batch: Batch, loss: Loss) -> Step | None:
+        """Begin to count the routing of a step. None: the model is dense."""
+        if not self._experts:
+            return None
+
+        def passes() -> Iterator[None]:
+            for part in self._micro_batches(batch):
+                with torch.no_grad():
+                    yield self._root(self._feed(part, batch), ("logits",))  # all but the head
+
+        live = bool(torch.as_tensor(loss.live(self._tensors(batch))).any()) if batch.sequences else False
+        return self._experts.begin(batch, len(self._plan(batch)), live, passes())
 
     def _backward(self, objective: Tensor, outputs: Mapping[str, Tensor]) -> None:
         if not objective.requires_grad:
@@ -329,9 +353,15 @@ class Worker:
             yield None if chosen is None else batch.take(chosen)
 
     def _feed(self, part: Batch | None, batch: Batch) -> Feed:
-        if part is None:
-            return nothing(batch.take([]), self._layout, self._device, self._ranks.context)
-        return feed(part, self._layout, self._device, self._ranks.context)
+        context = self._ranks.context
+        one = (
+            nothing(batch.take([]), self._layout, self._device, context)
+            if part is None
+            else feed(part, self._layout, self._device, context)
+        )
+        if self._experts:
+            self._experts.enter(part, one)
+        return one
 
     def _tensors(self, batch: Batch) -> Batch:
         return batch.map(self._tensor)
@@ -343,9 +373,12 @@ class Worker:
     # Weights
 
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
+        """Send the weights that the forward pass uses, under the names of the model folder.
+
+        All ranks gather; rank 0 sends, or with cuda-ipc every rank.
+        """
         reshard(self._root.model)
-        stream = self._weights.computing()
+        stream = self._stored.stored(self._weights.computing())
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass
@@ -409,7 +442,7 @@ class Worker:
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
         reshard(self._root.model)
-        weights = self._weights.computing()
+        weights = self._stored.stored(self._weights.computing())
         if not self._first:
             for _ in weights:  # every rank takes part in the gathering
                 pass

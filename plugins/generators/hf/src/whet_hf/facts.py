@@ -5,6 +5,7 @@ from functools import partial
 
 from whet.component import GeneratorFacts, MemoryTerm
 from whet.data.model_info import ModelInfo
+from whet_generation.routed_experts import routed_experts
 from whet_hf.config import HfConfig
 
 
@@ -18,6 +19,7 @@ def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
         imports=("whet_hf.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
+        columns_given=routed_experts(model),
     )
 
 
