@@ -14,6 +14,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from whet.component import AdapterInfo
     from whet.data.model_info import ModelInfo
     from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
@@ -246,6 +247,8 @@ class RoleContext:
     """Whether this role trains the model. If not, the model needs no optimizer."""
     replacing: Replacing | None = None
     """Only for generators. None: lost replicas are not replaced."""
+    adapter: "AdapterInfo | None" = None
+    """Only for generators: the adapter that weight syncs bring in the place of all weights. None: they bring none."""
 
     @property
     def slice(self) -> WorkerGroup:

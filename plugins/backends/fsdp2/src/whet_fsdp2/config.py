@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, min_len, optional
 
-from whet.component import BackendFacts, MemoryTerm
+from whet.component import AdapterInfo, BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
@@ -104,6 +104,33 @@ class ScheduleConfig:
 
 
 @frozen
+class LoraConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights W of the model are frozen, and W + s B A is trained, where A
+    and B are two small matrices.
+    """
+
+    rank: int = field(default=8, validator=between(1, 65_536))
+    """Rows of A and columns of B. More can learn more, and take more memory."""
+    alpha: float = field(default=16.0, validator=above(0, FACTOR))
+    """The scaling s is alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), so that the size of updates does not fall with the rank (Kalajdzievski 2023,
+    arXiv:2312.03732)."""
+    targets: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Linear layers that get an adapter: names such as `q_proj`, which stand for all layers whose name ends so, or
+    regular expressions for whole names in `transformers`, e.g. `.*layers\\.[0-3]\\..*`. Empty: all linear layers of the
+    decoder layers. The head gets none."""
+    experts: bool = False
+    """Whether the weights of experts that are stacked in one tensor get adapters, too."""
+    adapter: str = field(default="", metadata={"path": True})
+    """Folder of an adapter in PEFT's format to start from. It must have the same rank, alpha and targets. The reference
+    policy then has this adapter. Empty: A is random and B is zero."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What an export is. `merged`: a model folder with the adapter added to the weights. `adapter`: the adapter alone,
+    in PEFT's format."""
+
+
+@frozen
 class Fsdp2Config:
     """Hugging Face models trained by PyTorch: a plain module on one rank, FSDP2 on several."""
 
@@ -125,8 +152,11 @@ class Fsdp2Config:
     """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
+    lora: LoraConfig | None = None
+    """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
-    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
+    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference. With
+    `lora` there is no copy: the reference is the model without its adapter."""
     teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
     """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary. Both
     models must have the same vocabulary."""
@@ -146,15 +176,23 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, and the memory of weights, gradients and optimizer on one rank."""
+    held = {"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}
     return BackendFacts(
         outputs_given=outputs(config),
-        weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
+        weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
+        adapter=adapter_info(config.lora) if config.lora else None,
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
     )
+
+
+def adapter_info(config: LoraConfig) -> AdapterInfo:
+    """Return what a receiver must know of the adapter."""
+    kinds = ("linear", "experts") if config.experts else ("linear",)
+    return AdapterInfo(config.rank, config.alpha, config.rslora, kinds)
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:

@@ -12,7 +12,7 @@ from whet_fsdp2.checkpoint import STATE, Saved
 from whet_fsdp2.config import OptimizerConfig, ScheduleConfig
 from whet_fsdp2.muon import Muon
 from whet_fsdp2.schedule import learning_rate
-from whet_fsdp2.weights import PolicyWeights, local, matrices, shard_like
+from whet_fsdp2.weights import PolicyWeights, local, shard_like
 
 
 class Stepper:
@@ -25,7 +25,7 @@ class Stepper:
         self._total_steps = schedule.total_steps or total_steps
         self.steps = 0
         """Optimizer steps taken."""
-        hidden = matrices(weights.root) if optimizer.kind == "muon" else set()
+        hidden = weights.matrices() if optimizer.kind == "muon" else set()
         self._kinds = {name: "muon" if name in hidden else "adamw" for name in weights.trained}
         groups = _groups(weights.trained, self._kinds, optimizer)
         self._optimizers: dict[str, torch.optim.Optimizer] = {}

@@ -1,6 +1,6 @@
 """The weights of a policy on one rank: float32 masters, the copies for the forward pass, and their sharding."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,18 @@ class PolicyWeights:
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of all gradients."""
         return [local(master.grad) for master in self.trained.values() if master.grad is not None]
+
+    def complete_gradients(self, ranks: int, averaged: float) -> int:
+        """Do what FSDP2 has not done at the end of a backward pass. Returns how many ranks hold the same gradients."""
+        return 1
+
+    def matrices(self) -> set[str]:
+        """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+        return matrices(self.root)
+
+    def saved(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the masters that a checkpoint has by their names."""
+        yield from self.masters.items()
 
     @torch.no_grad()
     def put(self, name: str, value: Tensor) -> None:
@@ -115,8 +127,14 @@ def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: bool, reshard_after_forward: bool) -> None:
-    """Shard a module over all ranks with FSDP2: each decoder layer, then the rest. In place."""
+def shard(
+    root: AnyRoot, *, ranks: int, device: torch.device, low_precision: bool, reshard_after_forward: bool,
+    whole: Collection[nn.Parameter] = (),
+) -> None:  # fmt: skip
+    """Shard a module over all ranks with FSDP2: each decoder layer, then the rest. In place.
+
+    `whole`: parameters of the rest that stay as they are.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -128,7 +146,7 @@ def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: boo
     )
     for layer in decoder_layers(root.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+    fully_shard(root, mesh=mesh, mp_policy=precision, ignored_params=set(whole))
 
 
 def reshard(root: AnyRoot) -> None:

@@ -12,6 +12,7 @@ One call of `train`:
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,13 +33,14 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, checkpoint
+from whet_fsdp2 import adapter_files, attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.export import copy_companions, set_padding
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
+from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
@@ -86,10 +88,13 @@ class Worker:
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
+        self._adapters: Adapters | None = None
         self._root, self._layout = self._build(model, trained)
-        self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
+        low = self._low and rank.size == 1 and trained
+        adapters = self._adapters
+        self._weights = AdapterWeights(self._root, adapters) if adapters else PolicyWeights(self._root, low)
         self._frozen: dict[str, AnyRoot] = {}
-        if self._config.reference:
+        if self._config.reference and adapters is None:
             self._frozen["reference"], _ = self._build(model, trained=False)
         if self._config.teacher and isinstance(self._root, Root):
             info = self._teacher()
@@ -115,12 +120,24 @@ class Worker:
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
         config = self._config
         model = load_model(info, config.head, self._seed)
+        adapters = None
+        if trained and config.lora is not None:
+            adapters = self._adapters = Adapters(model, config.lora, self._seed, config.head)
+            self._base = adapter_files.base_digest(Path(info.path))
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
         if trained and self._config.gradient_checkpointing:
             enable_checkpointing(model)
         model.to(self._device)
         if not trained:
             model.requires_grad_(False)
+        whole: list[Any] = []
+        if adapters is not None:
+            adapters.to(self._device)
+            whole = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self._low and (adapters is not None or (not trained and self._ranks.size == 1)):
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
         if self._ranks.size > 1:
             shard(
                 root,
@@ -128,10 +145,8 @@ class Worker:
                 device=self._device,
                 low_precision=self._low,
                 reshard_after_forward=self._config.reshard_after_forward,
+                whole=whole,
             )
-        elif not trained and self._low:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
         return root, layout
 
     def coordinates(self) -> RankCoordinates:
@@ -157,7 +172,8 @@ class Worker:
         watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
         total, found = self._accumulate(self._live(batch, made), made, counts, watch)
-        value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
+        equal = self._weights.complete_gradients(self._ranks.size, self._ranks.size)
+        value, square = self._ranks.sum([total, float(self._stepper.square_of_norm()) / equal])
         norm = square**0.5
         if not is_finite(value, norm):
             return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
@@ -251,9 +267,17 @@ class Worker:
     @torch.no_grad()
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each."""
-        root = self._root if weights == "policy" else self._frozen.get(weights)
+        ours = weights == "policy" or (self._adapters is not None and weights in Adapters.SETS)
+        root = self._root if ours else self._frozen.get(weights)
         if root is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
+        with self._using(weights if ours else "policy"):
+            return self._score(root, batch, outputs)
+
+    def _using(self, weights: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.using(weights)
+
+    def _score(self, root: AnyRoot, batch: Batch, outputs: tuple[str, ...]) -> dict[str, Any]:
         self._refuse_unknown(outputs, "what is to be scored")
         found = {name: _room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
@@ -329,7 +353,13 @@ class Worker:
 
     def send_weights(self, spec: TransferSpec) -> None:
         """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
-        stream = self._weights.computing()
+        with self._using(spec.weights):
+            self._send(spec)
+
+    def _send(self, spec: TransferSpec) -> None:
+        if spec.adapter is not None and self._adapters is None:
+            raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
+        stream = self._weights.computing() if self._adapters is None or spec.adapter is None else self._adapters.stored()
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass
@@ -350,12 +380,14 @@ class Worker:
             "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
         }
         checkpoint.write(Path(folder), self._saved(), extra, writes=self._first)
+        if self._adapters is not None and self._first:
+            adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
         self._ranks.sum([0.0])
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        for name, master in self._weights.masters.items():
+        for name, master in self._weights.saved():
             yield f"weights/{name}", full(master)
-        for name, buffer in persistent_buffers(self._root.model):
+        for name, buffer in persistent_buffers(self._root.model) if self._adapters is None else ():
             yield f"buffers/{name}", buffer
         for name, moment in self._stepper.moments():
             yield name, full(moment)
@@ -365,8 +397,10 @@ class Worker:
     def load(self, folder: str) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks."""
         saved = checkpoint.Saved(Path(folder))
-        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
+        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.saved()})
         self._stepper.refuse_others(saved)
+        if self._adapters is not None:
+            adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
         buffers = dict(persistent_buffers(self._root.model))
         for name, tensor in saved.read(n for n in saved.tensors if n.startswith("weights/")):
             self._weights.put(name.partition("/")[2], tensor)
@@ -376,7 +410,15 @@ class Worker:
         self._weights.push()
 
     def export(self, folder: str) -> None:
-        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
+
+        With `lora.export: adapter`: a folder that PEFT can load.
+        """
+        if self._adapters is not None and self._config.lora and self._config.lora.export == "adapter":
+            if self._first:
+                adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
+            self._ranks.sum([0.0])
+            return
         state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
         if self._first:
             model = self._root.model
