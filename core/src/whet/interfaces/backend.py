@@ -65,7 +65,7 @@ class Backend(Protocol):
         ...
 
     def send_weights(self, spec: "TransferSpec") -> "Pending":
-        """Start to send the spec's set of weights as one transfer. The call is done when every bucket has been received."""
+        """Start to send the weights of one transfer. The call is done when every bucket has been received."""
         ...
 
     def save(self, folder: "Path") -> "Pending":

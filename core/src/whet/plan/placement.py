@@ -119,7 +119,10 @@ def adapter_of(content: str, roles: Roles, name: str, transport: str) -> tuple[A
     backend, role = roles.backend.adapter, roles[name]
     if backend is None and content != "adapter":
         return None, ""
-    takes, who = role.facts.adapters if isinstance(role.facts, GeneratorFacts) else frozenset[str](), role.selection.name
+    takes, who = (
+        role.facts.adapters if isinstance(role.facts, GeneratorFacts) else frozenset[str](),
+        role.selection.name,
+    )
     lacking = sorted({*backend.kinds} - takes) if backend else []
     why = (
         "the backend trains none" if backend is None

@@ -35,8 +35,8 @@ def read(folder: Path, adapters: Adapters, model: str, digest: str) -> None:
             found = (stream.metadata() or {}).get(BASE)
         if found != digest:
             raise CheckpointError(
-                f"{folder} has an adapter of other weights than those in {model}; set model.path to the model that it was "
-                "trained on, or export the run and begin a new one"
+                f"{folder} has an adapter of other weights than those in {model}; set model.path to the model that "
+                "it was trained on, or export the run and begin a new one"
             )
         adapters.put(tensors, str(folder))
     except CheckpointError:

@@ -5,14 +5,15 @@
     s               alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732)
 
 A and B are float32 parameters of no module, whole and equal on every rank, so neither FSDP2 nor tensor parallelism
-manages them. Each rank computes the gradient of the part that it uses: its batch shard, its rows of B, its columns of A,
-its experts. The other parts are zero, so the gradient is the sum over all ranks, whatever the parallelism.
+manages them. Each rank computes the gradient of the part that it uses: its batch shard, its rows of B, its columns of
+A, its experts. The other parts are zero, so the gradient is the sum over all ranks, whatever the parallelism.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,13 @@ class Adapters:
         for name, linear in self.linears.items():
             self._add(f"{name}.weight", name, linear.weight.shape)
             self.mesh = self.mesh or _mesh(linear.weight)
-            _wrap(linear, lambda inner, name=name, linear=linear: _Linear(self, f"{name}.weight", linear, inner))
+            _wrap(linear, partial(_Linear, self, f"{name}.weight", linear))
         for name, (module, parameters) in self.experts.items():
             depths = [name + peft.WRAPPED * depth for depth in range(len(parameters))]
             for one, weight in peft.targets(depths, {name: parameters}):
                 self._add(weight, one, getattr(module, weight.rpartition(".")[2]).shape, module)
             self.expert_mesh = self.expert_mesh or _mesh(getattr(module, parameters[0]))
-            _wrap(module, lambda inner, name=name, module=module: _Experts(self, name, module, inner))
+            _wrap(module, partial(_Experts, self, name, module))
         self.head = _free_head(model) if head == "value" else None
         if config.adapter:
             self._load_start(Path(config.adapter))
@@ -156,22 +157,23 @@ class Adapters:
             yield f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach()
 
     def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if they differ."""
-        wanted = {name: (tensor, peft.PREFIX + name) for name, tensor in self.parameters().items()}
-        missing, more = {full for _, full in wanted.values()} - tensors.keys(), tensors.keys() - {f for _, f in wanted.values()}
-        if missing or more:
-            first = sorted(missing or more)[0]
-            how = f"lacks {first}" if missing else f"holds {first}, which backend.lora does not train"
-            raise WhetError(f"{source} {how}; set backend.lora.targets and backend.lora.experts to those of the adapter")
-        for name, (target, whole) in wanted.items():
-            found = tensors[whole].float()
-            if target.ndim == 3:
-                experts = target.shape[0]
-                found = peft.stacked(name, found, experts) if found.numel() == target.numel() else found
-            if found.shape != target.shape or not torch.isfinite(found).all():
-                raise WhetError(f"{source} holds {whole} with shape {tuple(tensors[whole].shape)} or with values that are "
-                                f"not finite, wanted {tuple(peft.stored(name, target).shape)}")  # fmt: skip
-            target.data.copy_(found)
+        """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if they are not
+        those of this model.
+        """
+        targets = {peft.PREFIX + name: parameter for name, parameter in self.parameters().items()}
+        if odd := sorted(targets.keys() ^ tensors.keys()):
+            how = f"lacks {odd[0]}" if odd[0] in targets else f"holds {odd[0]}, which backend.lora does not train"
+            words = "set backend.lora.targets and backend.lora.experts to those of the adapter"
+            raise WhetError(f"{source} {how}; {words}")
+        for name, parameter in targets.items():
+            wanted, found = peft.stored(name, parameter).shape, tensors[name]
+            if found.shape != wanted or not torch.isfinite(found).all():
+                shape = list(found.shape)
+                raise WhetError(f"{source}: {name} has shape {shape}, wanted {list(wanted)} and finite values")
+        for name, parameter in targets.items():
+            found = tensors[name]
+            whole = peft.stacked(name, found, len(parameter)) if parameter.ndim == 3 else found
+            parameter.data.copy_(whole)
 
     def peft_config(self, base: str) -> dict[str, Any]:
         """Return the content of `adapter_config.json`."""
@@ -186,7 +188,9 @@ class Adapters:
             ("rslora", bool(config.get("use_rslora")), self.info.rslora),
         ):
             if found != wanted:
-                raise ConfigError(f"backend.lora.{key}: is {wanted}, and the adapter {folder} has {found}; set it to that")
+                raise ConfigError(
+                    f"backend.lora.{key}: is {wanted}, and the adapter {folder} has {found}; set it to that"
+                )
         if self.head is not None:
             tensors.setdefault(f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach())
         self.put(tensors, f"backend.lora.adapter: {folder}")
@@ -233,7 +237,7 @@ class AdapterWeights(PolicyWeights):
 
     @torch.no_grad()
     def complete_gradients(self, ranks: int, averaged: float) -> int:
-        """Sum the gradients over all ranks, in one collective. Returns the number of ranks that hold the same gradients.
+        """Sum the gradients over all ranks, in one collective. Returns how many ranks hold the same gradients.
 
         averaged: the factor of the objective that stands for the mean which FSDP2 takes over its gradients.
         """
@@ -249,7 +253,7 @@ class AdapterWeights(PolicyWeights):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         flat.div_(averaged)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
         return ranks
 

@@ -359,7 +359,9 @@ class Worker:
     def _send(self, spec: TransferSpec) -> None:
         if spec.adapter is not None and self._adapters is None:
             raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
-        stream = self._weights.computing() if self._adapters is None or spec.adapter is None else self._adapters.stored()
+        stream = (
+            self._weights.computing() if self._adapters is None or spec.adapter is None else self._adapters.stored()
+        )
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass

@@ -27,6 +27,12 @@ NONE: Mapping[str, str] = {}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
+VARIANTS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens"
+)  # fmt: skip
+"""Keys of `adapter_config.json` that make of an adapter more than B A."""
+
+
 def stored(part: str, tensor: "torch.Tensor") -> "torch.Tensor":
     """Return a matrix in PEFT's shape. `part` is the name that ends in `lora_A.weight` or `lora_B.weight`."""
     if tensor.ndim == 2:
@@ -37,8 +43,8 @@ def stored(part: str, tensor: "torch.Tensor") -> "torch.Tensor":
 def stacked(part: str, tensor: "torch.Tensor", experts: int) -> "torch.Tensor":
     """Return the matrices of `experts` experts, stacked, from a matrix in PEFT's shape."""
     if part.endswith(A):
-        return tensor.unflatten(0, (experts, -1))
-    return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
+        return tensor.reshape(experts, -1, tensor.shape[1])
+    return tensor.reshape(len(tensor), -1, experts).permute(2, 0, 1).contiguous()
 
 
 def merged(
@@ -78,9 +84,7 @@ def pairs(
     return {module: (a, halves[B][module]) for module, a in halves[A].items()}
 
 
-def targets(
-    modules: Iterable[str], parameters: Mapping[str, Iterable[str]]
-) -> "Iterator[tuple[str, str]]":
+def targets(modules: Iterable[str], parameters: Mapping[str, Iterable[str]]) -> "Iterator[tuple[str, str]]":
     """Yield (module of an adapter, name of the weight that it changes).
 
     `parameters` has the names of the stacked parameters of each experts module, in the order of the module.
@@ -128,7 +132,7 @@ def peft_config(
 def write_peft(
     folder: Path, tensors: "Mapping[str, torch.Tensor]", config: Mapping[str, Any], metadata: Mapping[str, str] = NONE
 ) -> None:
-    """Write a folder that PEFT loads: `tensors` by PEFT's names, in PEFT's shapes. `metadata` is of the weights' file."""
+    """Write a folder that PEFT loads: `tensors` by PEFT's names, in PEFT's shapes. `metadata` goes into their file."""
     from safetensors.torch import save_file
 
     with disk_errors(folder):
@@ -140,7 +144,7 @@ def write_peft(
 
 
 def read_peft(folder: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
-    """Return config and tensors of a folder in PEFT's format. Raises `WhetError` if it is none, or not of plain LoRA."""
+    """Return config and tensors of a folder in PEFT's format. Raises `WhetError` if it holds no plain LoRA adapter."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -150,11 +154,7 @@ def read_peft(folder: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
         kind = config["peft_type"], int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise WhetError(f"{folder} is no LoRA adapter in PEFT's format ({WEIGHTS} and {CONFIG}): {error!r}") from error
-    more = [
-        f"{key} {config[key]!r}"
-        for key in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens")
-        if config.get(key)
-    ]  # fmt: skip
+    more = [f"{key} {config[key]!r}" for key in VARIANTS if config.get(key)]
     if kind[0] != "LORA" or more or config.get("bias") not in (None, "none"):
         raise WhetError(f"{folder} is no plain LoRA adapter: {', '.join(more) or kind[0]}")
     return config, tensors

@@ -145,7 +145,7 @@ class Probe:
     """Dtype of generator and trainer."""
     replicas: int
     generator: "Generator"
-    score: Callable[[Batch, Weights], Any]
+    score: "Callable[[Batch, Weights], Any]"
     """Returns the trainer's logprobs [N] with a set of weights."""
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     """Runs a coroutine on the event loop of the generator's requests, and waits for it."""
@@ -161,7 +161,7 @@ class Probe:
         self._handed_over += 1
         return self._handed_over <= ALWAYS or version % self.section.every == 0 or self.overdue
 
-    def __call__(self, version: int, weights: Weights = "policy") -> Proof | None:
+    def __call__(self, version: int, weights: "Weights" = "policy") -> Proof | None:
         """Check all replicas that are present, while the trainer still holds the weights that it sent.
 
         Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`;
@@ -215,7 +215,7 @@ class Probe:
 
         return await gather_or_cancel(map(one, range(self.replicas)))
 
-    def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]], weights: Weights) -> Scored:
+    def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]], weights: "Weights") -> Scored:
         """Return the trainer's scores of all completions. A completion that several replicas made is scored once."""
         made = list(dict.fromkeys((i, tuple(c.tokens.tolist())) for found in answers for i, c in enumerate(found)))
         batch = self._batch([(proof.prompts[i], tokens) for i, tokens in made])
