@@ -83,7 +83,8 @@ def test_loss_gradients_and_three_steps_are_those_of_peft(
     reference.save_pretrained(tmp_path / "start")
     worker = make_worker(
         folder=folder, gradient_checkpointing=checkpointing, micro_batch_tokens=60,
-        lora={**LORA, **ours, "adapter": str(tmp_path / "start")}, optimizer={"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5},
+        lora={**LORA, **ours, "adapter": str(tmp_path / "start")},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5},
     )  # fmt: skip
     loss = weighted(reference, batch)
     loss.backward()

@@ -1,12 +1,14 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from whet.component import Spec
+from whet.component import Spec, resolve
+from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, LoraConfig, OptimizerConfig
@@ -38,7 +40,9 @@ def backends(cluster, folders, tmp_path):
         config = Fsdp2Config(**{"optimizer": OptimizerConfig(lr=1e-2), **config})
         for size in (1, 2):
             place = cluster.worker_group("backend", size) if size > 1 else None
-            context = make_context(tmp_path / f"{dtype}-{size}", "backend", folder or folders(family), place, dtype=dtype)
+            context = make_context(
+                tmp_path / f"{dtype}-{size}", "backend", folder or folders(family), place, dtype=dtype
+            )
             built.append(Fsdp2Backend(config, context))
         return built[-2:]
 
@@ -132,7 +136,9 @@ def test_two_ranks_train_the_adapter_of_one(backends, make_batch, moe, tmp_path)
     ):
         one, two = backends(folder=folder, lora=lora, optimizer=optimizer, micro_batch_tokens=40, **options)
         for weights in ("policy", "reference", "trial"):
-            expected, found = (backend.score(make_batch(), ("logprobs",), weights)["logprobs"] for backend in (one, two))
+            expected, found = (
+                backend.score(make_batch(), ("logprobs",), weights)["logprobs"] for backend in (one, two)
+            )
             np.testing.assert_allclose(found, expected, atol=1e-5)
         for batch in (make_batch(), make_batch(1), make_batch(2).take([0]), make_batch(3)):
             expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
@@ -152,6 +158,29 @@ def test_two_ranks_train_the_adapter_of_one(backends, make_batch, moe, tmp_path)
         one.load(tmp_path / f"one-{len(options)}")
         expected, found = (numbers(backend.train(make_batch(4), LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_of_a_split_model_have_the_gradients_of_the_whole_one(cluster, folders, moe):
+    target = f"file:{Path(__file__).parent / 'parallel_adapters.py'}:ParallelAdapters"
+    whole = resolve(target)(WorkerRank("backend", 0, 1))
+    cases = (
+        (folders("llama"), {"tp_size": 2}, False),
+        (folders("qwen3"), {"tp_size": 2}, False),
+        (moe, {"tp_size": 2}, True),
+        (moe, {"tp_size": 2, "ep_size": 2}, True),
+    )
+    workers = cluster.worker_group("backend", 2).spawn(target, {})
+    try:
+        for folder, split, experts in cases:
+            expected = whole.compute(str(folder), split, experts)
+            for found in workers.call("compute", str(folder), split, experts):
+                assert set(found) == set(expected)
+                for name, array in expected.items():
+                    scale = max(1.0, float(np.abs(array).max())) if name.startswith("gradient") else 1.0
+                    np.testing.assert_allclose(found[name], array, atol=1e-5 * scale, err_msg=f"{split} {name}")
+                assert all(np.abs(array).max() > 1e-4 for name, array in expected.items() if "gradient" in name[:8])
+    finally:
+        workers.close()
 
 
 def test_two_ranks_train_an_adapter_in_bfloat16_and_a_value_head(backends, make_batch):

@@ -11,7 +11,7 @@ A, its experts. The other parts are zero, so the gradient is the sum over all ra
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
 
 from whet.data import randomness
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.config import LoraConfig, adapter_info
 from whet_fsdp2.feed import AnyRoot
+from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Pair, Slice, slice_of, wrap
 from whet_fsdp2.weights import PolicyWeights, decoder_layers, full, persistent_buffers
 from whet_weights import adapter as peft
 
-Pair = tuple[Tensor, Tensor]
-"""A and B of one weight."""
 Pairs = Mapping[str, Pair]
 """By the name of the weight."""
 TRIAL_SIZE = 0.3
@@ -53,11 +51,10 @@ class Adapters:
         """
         model.requires_grad_(False)
         self.info, self._config, self._seed = adapter_info(config), config, seed
-        self.mesh: Any = None
-        """The mesh of tensor parallelism, if linear layers compute with local slices of their weights."""
-        self.expert_mesh: Any = None
-        """The mesh of expert parallelism."""
+        self.scaling = self.info.scaling
         self.pairs: dict[str, Pair] = {}
+        self.slices: dict[str, Slice] = {}
+        """The parts of weights that tensor or expert parallelism has left on this rank."""
         self._modules: dict[str, str] = {}
         """The module of PEFT's names, by the name of the weight."""
         self._transposed: set[str] = set()
@@ -67,25 +64,32 @@ class Adapters:
         if config.experts and not self.experts:
             raise ConfigError(f"backend.lora.experts: {type(model).__name__} has no stacked weights of experts")
         for name, linear in self.linears.items():
-            self._add(f"{name}.weight", name, linear.weight.shape)
-            self.mesh = self.mesh or _mesh(linear.weight)
-            _wrap(linear, partial(_Linear, self, f"{name}.weight", linear))
+            part = self._add(f"{name}.weight", name, linear.weight)
+            wrap(linear, partial(LinearForward, self, f"{name}.weight", part))
         for name, (module, parameters) in self.experts.items():
             depths = [name + peft.WRAPPED * depth for depth in range(len(parameters))]
-            for one, weight in peft.targets(depths, {name: parameters}):
-                self._add(weight, one, getattr(module, weight.rpartition(".")[2]).shape, module)
-            self.expert_mesh = self.expert_mesh or _mesh(getattr(module, parameters[0]))
-            _wrap(module, partial(_Experts, self, name, module))
+            transposed = bool(getattr(module, "is_transposed", False))
+            parts = {
+                weight: self._add(weight, one, getattr(module, weight.rpartition(".")[2]), transposed)
+                for one, weight in peft.targets(depths, {name: parameters})
+            }
+            names = {one: f"{name}.{one}" for one in parameters}
+            own = {one: parts[weight] for one, weight in names.items()}
+            wrap(module, partial(ExpertsForward, self, module, names, own))
         self.head = _free_head(model) if head == "value" else None
         if config.adapter:
             self._load_start(Path(config.adapter))
         kept = self.pairs if config.adapter else {}
         self._start = {weight: (a.detach().clone(), b.detach().clone()) for weight, (a, b) in kept.items()}
 
-    def _add(self, weight: str, module: str, shape: torch.Size, owner: Any = None) -> None:
-        if getattr(owner, "is_transposed", False):
+    def _add(self, weight: str, module: str, tensor: Tensor, transposed: bool = False) -> Slice | None:
+        """Make the adapter of a weight. Returns the part of the weight that this rank holds."""
+        shape, part = list(tensor.shape), slice_of(tensor, transposed=transposed)
+        if part is not None:
+            self.slices[weight] = part
+        if transposed:
             self._transposed.add(weight)
-            shape = torch.Size([shape[0], shape[2], shape[1]])
+            shape = [shape[0], shape[2], shape[1]]
         *experts, out, size = shape
         self._modules[weight] = module
         draw = randomness.generator(self._seed, f"lora {weight}")
@@ -95,6 +99,7 @@ class Adapters:
             nn.Parameter(torch.from_numpy(a)),
             nn.Parameter(torch.zeros(*experts, out, self.info.rank)),
         )
+        return part
 
     def to(self, device: torch.device) -> None:
         """Move the adapters, in place."""
@@ -205,9 +210,18 @@ class Adapters:
         a, b = (matrix.detach().to(weight.device) for matrix in pair)
         return peft.merged(weight, a, b, self.info.scaling, transposed=name in self._transposed)
 
-    def is_transposed(self, name: str) -> bool:
-        """Return whether a stacked weight is [E, in, out]."""
-        return name in self._transposed
+    def repeated(self) -> dict[str, int]:
+        """Return how many ranks compute the same gradient, by the names of what is trained.
+
+        Within tensor parallelism, all ranks do of a weight that is not split.
+        """
+        ranks = max((part.ranks for name, part in self.slices.items() if part.side != "experts"), default=1)
+        weights = {module: weight for weight, module in self._modules.items()}
+        found = {}
+        for name in self.parameters():
+            weight = weights.get(name.removesuffix(peft.A).removesuffix(peft.B))
+            found[name] = 1 if weight in self.slices else ranks
+        return found
 
 
 class AdapterWeights(PolicyWeights):
@@ -241,15 +255,15 @@ class AdapterWeights(PolicyWeights):
 
         averaged: the factor of the objective that stands for the mean which FSDP2 takes over its gradients.
         """
-        weights = list(self.trained.values())
-        for weight in weights:
+        repeated, gradients = self.adapters.repeated(), []
+        for name, weight in self.trained.items():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
+            gradients.append(weight.grad.div_(repeated[name]) if repeated[name] > 1 else weight.grad)
         if ranks == 1:
             return 1
         import torch.distributed as dist
 
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         flat.div_(averaged)
@@ -298,107 +312,3 @@ def _free_head(model: Any) -> nn.Parameter:
     weight: nn.Parameter = head.weight.requires_grad_(True)
     head.forward = lambda hidden: F.linear(hidden.float(), head.weight)
     return weight
-
-
-class _Linear:
-    """The forward pass of a linear layer with its adapter."""
-
-    def __init__(self, adapters: Adapters, name: str, module: nn.Linear, inner: Callable[[Any], Any]) -> None:
-        self._adapters, self._name, self._module, self._inner = adapters, name, module, inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return W x + bias + s B (A x). x [..., in] -> [..., out]."""
-        y: Tensor = self._inner(x)
-        pair = self._adapters.at(self._name)
-        if pair is None:
-            return y
-        scaling, weight, mesh = self._adapters.info.scaling, self._module.weight, self._adapters.mesh
-        a, b = pair
-        if isinstance(x, DTensor) and isinstance(y, DTensor):
-            return _add_sharded(x, y, weight, a, b, scaling)
-        if weight.shape != (len(b), a.shape[1]):  # a slice, without gradient: see `mesh`
-            column = weight.shape[0] != len(b)
-            a, b = (a, b[_span(len(b), mesh)]) if column else (a[:, _span(a.shape[1], mesh)], b)
-        return y + _update(x, a, b, scaling)
-
-
-class _Experts:
-    """The forward pass of an experts module whose stacked weights have adapters."""
-
-    def __init__(self, adapters: Adapters, name: str, module: nn.Module, inner: Callable[..., Any]) -> None:
-        self._adapters, self._module, self._inner = adapters, module, inner
-        self._names = {one: f"{name}.{one}" for one in adapters.experts[name][1]}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with W + s B A in the place of each W. Arguments are those of the module."""
-        module, placed = self._module, {}
-        for one, weight in self._names.items():
-            pair = self._adapters.at(weight)
-            if pair is not None:
-                placed[one] = self._sum(weight, module._parameters[one], *pair)
-        vars(module).update(placed)  # found before the module's own parameters
-        try:
-            return self._inner(*args, **kwargs)
-        finally:
-            for one in placed:
-                del vars(module)[one]
-
-    def _sum(self, name: str, weight: Any, a: Tensor, b: Tensor) -> Tensor:
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if len(local) != len(a):
-            here = _span(len(a), self._adapters.expert_mesh)
-            a, b = a[here], b[here]
-        a, b = a.to(local.dtype), b.to(local.dtype)
-        left, right = (a.mT, b.mT) if self._adapters.is_transposed(name) else (b, a)
-        found = torch.baddbmm(local, left, right, alpha=self._adapters.info.scaling)
-        if isinstance(weight, DTensor):
-            return DTensor.from_local(found, weight.device_mesh, weight.placements, run_check=False)
-        return found
-
-
-def _update(x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    return F.linear(F.linear(x, a.to(x.dtype)), (b * scaling).to(x.dtype))
-
-
-def _add_sharded(x: DTensor, y: DTensor, weight: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return y + s B (A x) within tensor parallelism.
-
-    Weight split by rows: x is whole, and each rank computes its outputs. By columns: x is split, and each rank computes
-    a term of the sum over ranks.
-    """
-    (placement,), mesh = weight.placements, weight.device_mesh
-    assert isinstance(placement, Shard), placement
-    if placement.dim == 0:
-        part = _update(x.to_local(grad_placements=[Partial()]), a, b[_span(len(b), mesh)], scaling)
-        placed: Any = Shard(y.ndim - 1)
-    else:
-        part, placed = _update(x.to_local(), a[:, _span(a.shape[1], mesh)], b, scaling), Partial()
-    added = DTensor.from_local(part, mesh, [placed], run_check=False, shape=y.shape, stride=y.stride())
-    return y + added
-
-
-def _span(size: int, mesh: Any) -> slice:
-    """Return the part of a dimension that this rank of a mesh of one dimension holds."""
-    if mesh is None:
-        raise WhetError("a layer computes with a slice of its weight, and its adapter was not told of the mesh")
-    each = -(-size // mesh.size())
-    return slice(min(each * mesh.get_local_rank(), size), min(each * (mesh.get_local_rank() + 1), size))
-
-
-def _mesh(weight: Any) -> Any:
-    """Return the mesh over which tensor or expert parallelism has split a weight before; None: it has not."""
-    return weight.device_mesh if isinstance(weight, DTensor) and any(p.is_shard() for p in weight.placements) else None
-
-
-def _wrap(module: Any, make: Callable[[Any], Any]) -> None:
-    """Replace a module's forward pass by `make(forward)`.
-
-    Where tensor or expert parallelism of `transformers` has wrapped it, it is replaced inside of the wrapper, which
-    prepares the inputs and joins the outputs.
-    """
-    outer = vars(module).get("forward")
-    if getattr(outer, "__name__", "") in ("tp_forward", "ep_forward"):
-        cells = dict(zip(outer.__code__.co_freevars, outer.__closure__, strict=True))
-        cells["original_forward"].cell_contents = make(cells["original_forward"].cell_contents)
-    else:
-        module.forward = make(module.forward)
