@@ -21,15 +21,19 @@ class Base:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._kept: dict[str, Tensor] = {}
+        self._replaced = False
 
     def forget(self) -> None:
-        """Forget the kept weights: the model has got all weights anew."""
+        """Forget the kept weights: the model is getting all weights anew, perhaps with an adapter in them."""
         self._kept.clear()
+        self._replaced = True
 
     @torch.no_grad()
     def apply(self, tensors: Iterable[tuple[str, Tensor]], info: AdapterInfo) -> None:
         """Change the model's weights to those with an adapter. Raises `WeightSyncError` if it is of another model."""
         found = pairs(tensors, info)
+        if self._replaced:
+            raise WeightSyncError("an adapter came alone after all weights had come, so its base is not known any more")
         weights = dict(self._model.named_parameters())
         stacks: dict[str, list[str]] = {}
         for name, weight in weights.items():

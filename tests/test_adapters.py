@@ -1,0 +1,257 @@
+"""A LoRA adapter on its way from the trainer to the generator: alone or merged, and what a probe makes of mistakes."""
+
+import re
+from contextlib import contextmanager
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from whet.component import AdapterInfo
+from whet.config.cluster import ClusterSection
+from whet.config.sections import ProbeSection
+from whet.data.batch import from_sequences
+from whet.data.records import Request, Sampling
+from whet.data.spans import Spans
+from whet.errors import WeightSyncError
+from whet.plan.placement import Way
+from whet.rollout.event_loop import EpisodeLoop
+from whet.run.weight_sync import make_weight_sync
+from whet_fsdp2.backend import Fsdp2Backend
+from whet_fsdp2.config import Fsdp2Config, LoraConfig, OptimizerConfig, adapter_info
+from whet_hf.adapter import Base
+from whet_hf.config import HfConfig
+from whet_hf.generator import HfGenerator
+from whet_testing.role_context import make_context
+from whet_weights.probe import Probe
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+TOKENS = np.arange(3, 200)
+
+
+class Ends:
+    """A trainer of an adapter and a generator, both in this process."""
+
+    def __init__(self, folder, model, lora=LORA):
+        self.folder, self.model, self.lora, self.numbers = folder, model, lora, count()
+        config = Fsdp2Config(lora=lora, optimizer=OptimizerConfig(lr=1e-2))
+        self.backend = Fsdp2Backend(config, make_context(folder / "backend", "backend", model))
+        self.loop = EpisodeLoop()
+        self.generators = {}
+        for content in ("adapter", "merged"):
+            context = make_context(folder / content, "generator", model)
+            self.generators[content] = HfGenerator(HfConfig(), context)
+
+    def sync(self, content="adapter", trial=True):
+        """Give a weight sync of a new attempt, with its probe."""
+        way = Way("shared", "", adapter=adapter_info(self.lora) if content == "adapter" else None)
+        folder = self.folder / f"weights-{next(self.numbers)}"
+        made = make_weight_sync(way, folder, section=ClusterSection(), cluster=None, spans=Spans(), closers=[])
+        probe = Probe(
+            ProbeSection(), 0, (), TOKENS, room=64, temperature=1.0, dtypes=("float32", "float32"), replicas=1,
+            generator=self.generators[content], run=self.loop.run, trial=trial,
+            score=lambda batch, weights: self.backend.score(batch, ("logprobs",), weights)["logprobs"],
+        )  # fmt: skip
+        made.connect(self.backend, self.generators[content], probe=probe)
+        return made, probe
+
+    def train(self):
+        """Take a step that moves the adapter."""
+        rows = [{"tokens": TOKENS[i : i + 12], "loss_mask": np.arange(12) > 3} for i in range(0, 60, 12)]
+        batch = from_sequences(rows, prompt_lengths=[4] * 5).with_columns(advantages=np.linspace(-1, 2, 5, dtype="f4"))
+        from whet.component import Spec
+
+        self.backend.train(batch, Spec("whet_testing.losses:Weighted"))
+
+    def sampled(self, content="adapter"):
+        """Give tokens and logprobs of a few completions."""
+        requests = [
+            Request(f"{next(self.numbers)}", TOKENS[i : i + 5], Sampling(6, 1.0), seed=i, replica=0) for i in (0, 7, 90)
+        ]
+
+        async def ask():
+            return [await self.generators[content].generate(request) for request in requests]
+
+        return [(found.tokens, found.logprobs) for found in self.loop.run(ask())]
+
+    def close(self):
+        self.backend.close()
+        for generator in self.generators.values():
+            generator.close()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory, tiny_models):
+    made = Ends(tmp_path_factory.mktemp("ends"), tiny_models("qwen3"))
+    yield made
+    made.close()
+
+
+def test_alone_and_merged_it_gives_the_engine_the_same_logprobs(ends):
+    for _ in range(2):
+        ends.train()
+    found = {}
+    for content in ("merged", "adapter"):
+        sync, probe = ends.sync(content)
+        sync(version=1)
+        assert probe.metrics()["probe/logprob_gap"].number() < 1e-5
+        found[content] = ends.sampled(content)
+    for (tokens, logprobs), (others, other_logprobs) in zip(*found.values(), strict=True):
+        assert np.array_equal(tokens, others)
+        np.testing.assert_allclose(logprobs, other_logprobs, atol=1e-4)
+
+
+def test_many_adapters_leave_no_trace_in_the_base(ends):
+    sync, _ = ends.sync()
+    sync(version=1)
+    before = ends.sampled()
+    for version in range(2, 8):
+        again, _ = ends.sync()
+        again(version=version)  # each brings a trial adapter, and then the trained one
+    for (tokens, logprobs), (others, other_logprobs) in zip(before, ends.sampled(), strict=True):
+        assert np.array_equal(tokens, others)
+        assert np.array_equal(logprobs, other_logprobs)
+
+
+# Mistakes that engines and their glue make, as functions of what is applied: (name, A, B, scaling) -> the same, or none
+
+LAYER = re.compile(r"layers\.(\d)\.")
+
+
+def swapped(*names):
+    pairs = {**dict(zip(names[::2], names[1::2], strict=True)), **dict(zip(names[1::2], names[::2], strict=True))}
+    pattern = re.compile("|".join(map(re.escape, pairs)))
+    return lambda n, a, b, s: (pattern.sub(lambda m: pairs[m[0]], n), a, b, s)
+
+
+def missing(pattern):
+    return lambda n, a, b, s: None if re.search(pattern, n) else (n, a, b, s)
+
+
+MISTAKES = {
+    "not applied": missing(""),
+    "to half of the layers": missing(r"layers\.1\."),
+    "to all but one projection": missing(r"layers\.1\.self_attn\.v_proj"),
+    "to the attention alone": missing("mlp"),
+    "to the feed-forward networks alone": missing("self_attn"),
+    "to all but the fused queries": missing("q_proj"),
+    "scaled twice": lambda n, a, b, s: (n, a, b, s * s),
+    "not scaled": lambda n, a, b, s: (n, a, b, 1.0),
+    "scaled by alpha": lambda n, a, b, s: (n, a, b, LORA.alpha),
+    "scaled as rslora": lambda n, a, b, s: (n, a, b, LORA.alpha / LORA.rank**0.5),
+    "scaled by a tenth more": lambda n, a, b, s: (n, a, b, 1.1 * s),
+    "subtracted": lambda n, a, b, s: (n, a, b, -s),
+    "A transposed": lambda n, a, b, s: (n, a.T.reshape(a.shape), b, s),
+    "B transposed": lambda n, a, b, s: (n, a, b.T.reshape(b.shape), s),
+    "ranks in another order": lambda n, a, b, s: (n, a.flip(0), b, s),
+    "heads in another order": lambda n, a, b, s: (n, a, b.roll(16, 0) if "q_proj" in n else b, s),
+    "A of the last version": lambda n, a, b, s: (n, torch.zeros_like(a), b, s),
+    "B of the last version": lambda n, a, b, s: (n, a, torch.zeros_like(b), s),
+    "a rank left out": lambda n, a, b, s: (n, a[1:], b[:, 1:], s),
+    "layers in another order": swapped("layers.0.", "layers.1."),
+    "keys and values swapped": swapped("k_proj", "v_proj"),
+    "gate and up swapped": swapped("gate_proj", "up_proj"),
+}
+
+
+@contextmanager
+def applying(change, monkeypatch):
+    """Let the generator apply adapters that are changed on the way."""
+    original = Base.apply
+
+    def apply(self, tensors, info):
+        pairs = {}
+        for name, tensor in tensors:
+            module, _, end = name.rpartition(".lora_")
+            pairs.setdefault(module, {})[end[0]] = tensor
+        for module, both in pairs.items():
+            found = change(module, both["A"], both["B"], info.scaling)
+            if found is not None:
+                name, a, b, scaling = found
+                full = AdapterInfo(len(a), len(a) * scaling)
+                yield_ = [(f"{name}.lora_A.weight", a), (f"{name}.lora_B.weight", b)]
+                changed.setdefault((full.rank, full.alpha), []).extend(yield_)
+        for (rank, alpha), sent in changed.items():
+            original(self, sent, AdapterInfo(rank, alpha))
+        changed.clear()
+
+    changed = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(Base, "apply", apply)
+        yield
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_engine_that_applies_it_wrongly_is_refused_before_the_first_step(ends, monkeypatch, mistake):
+    sync, probe = ends.sync()
+    with (
+        applying(MISTAKES[mistake], monkeypatch),
+        pytest.raises(WeightSyncError, match="replica 0 of the generator does"),
+    ):
+        sync(version=0)
+    assert probe.trial, "it has to pass a trial yet"
+    sync(version=0)  # without the mistake
+    assert not probe.trial
+
+
+def added(calls, old, new):
+    return {n: torch.cat([old[n], t], int("lora_B" in n)) for n, t in new.items()} if calls else new
+
+
+LATER = {
+    "the trial adapter stays": lambda calls, old, new: old if calls else new,
+    "adapters add up": added,
+    "only A is new": lambda calls, old, new: {n: old[n] if calls and "lora_B" in n else t for n, t in new.items()},
+    "one layer stays": lambda calls, old, new: {n: old[n] if calls and "layers.1" in n else t for n, t in new.items()},
+}
+
+
+@pytest.mark.parametrize("mistake", LATER)
+def test_an_engine_that_takes_the_trial_and_not_what_follows_is_refused(ends, monkeypatch, mistake):
+    original, calls, taken = Base.apply, [], {}
+
+    def apply(self, tensors, info):
+        sent = {name: tensor.clone() for name, tensor in tensors}
+        found = LATER[mistake](len(calls), dict(taken), sent)
+        calls.append(1)
+        taken.update(sent)
+        rank = len(next(iter(found.values())))
+        original(self, found.items(), AdapterInfo(rank, rank * info.scaling))
+
+    sync, probe = ends.sync()
+    with monkeypatch.context() as patched:
+        patched.setattr(Base, "apply", apply)
+        with pytest.raises(WeightSyncError, match="replica 0 of the generator does not compute"):
+            sync(version=0)
+    assert len(calls) == 2
+    assert not probe.trial
+    sync(version=0)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "layers.1.", "down_proj"])
+def test_an_engine_that_keeps_merged_weights_is_refused_before_the_first_step(ends, monkeypatch, name):
+    from whet_hf import worker
+
+    def take(model, weights):
+        kept = {n: p.clone() for n, p in model.named_parameters() if name in n}
+        take_weights(model, ((n, kept.get(n, tensor)) for n, tensor in weights))
+
+    take_weights = worker.take_weights
+    sync, _ = ends.sync("merged")
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "take_weights", take)
+        with pytest.raises(WeightSyncError, match="replica 0 of the generator does"):
+            sync(version=0)
+    sync(version=0)
+
+
+def test_an_adapter_alone_is_refused_by_a_generator_that_got_all_weights(ends):
+    ends.sync("merged")[0](version=0)
+    ends.generators["both"] = ends.generators["merged"]
+    way, _ = ends.sync()
+    way._generator = ends.generators["both"]
+    with pytest.raises(Exception, match="its base is not known any more"):
+        way(version=0)
+    ends.sync("merged")[0](version=0)
