@@ -97,14 +97,20 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
-def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> int:
-    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step."""
+def export(
+    run_folder: str | Path, out: str | Path, *, step: int | None = None, overrides: Sequence[str] = ()
+) -> int:  # fmt: skip
+    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step.
+
+    `overrides` change the run's config for the export alone.
+    """
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
-    prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
+    changes = [*overrides, *_alone(run.path / "config.yaml")]
+    prepared = prepare(run.path / "config.yaml", changes, config_only=False, trains=False)
     saved = exported(run, step, prepared.config)
     with _job("export", prepared) as attempt:
         backend = _start(prepared, attempt, ["backend"])["backend"]

@@ -342,3 +342,16 @@ def test_what_is_sent_alone_is_what_peft_would_have_saved(make_worker, moe, batc
     plain = make_worker()
     with pytest.raises(WhetError, match=r"set backend\.lora"):
         plain.send_weights(spec)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_plan_counts_the_parameters_of_the_adapter(make_worker, folders, family):
+    from whet.data.model_info import read_model
+    from whet_fsdp2.config import Fsdp2Config, LoraConfig, adapter_parameters, memory
+
+    config, info = LoraConfig(rank=4), read_model(folders(family), "bfloat16")
+    worker = make_worker(family, lora={"rank": 4})
+    assert adapter_parameters(config, info) == sum(tensor.numel() for tensor in worker._weights.trained.values())
+    terms = {term.what: term.bytes for term in memory(Fsdp2Config(lora=config, reference=True), info, 1, True)}
+    assert terms["frozen weights"] == 2 * info.parameters
+    assert not any("reference" in what or what.startswith("AdamW") for what in terms)

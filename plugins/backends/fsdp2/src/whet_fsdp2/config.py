@@ -203,7 +203,11 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
     if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
         yield MemoryTerm("the model as it is loaded, whole and in float32", 4 * count, "loading", "host")
-    if trained:
+    if trained and config.lora is not None:
+        yield MemoryTerm(f"frozen weights{over}", number * count // ranks, change=spread)
+        held = 16 * adapter_parameters(config.lora, model)
+        yield MemoryTerm("the adapter, its gradients and moments in float32", held, change="lower backend.lora.rank")
+    elif trained:
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
         matrices = _matrices(config, model)
@@ -214,7 +218,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
     else:
         yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
-    if low and trained and ranks == 1:
+    if low and trained and ranks == 1 and config.lora is None:
         yield MemoryTerm("weights in bfloat16, which compute", 2 * count)
     for name, info in _frozen(config, model):
         size = (number if ranks == 1 else 4) * info.parameters // ranks
@@ -226,6 +230,19 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
 
 
+def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
+    """Return the number of parameters of an adapter of all linear layers of a dense decoder, estimated from its config.
+    0: the adapter is of other layers, or the config does not state their sizes.
+    """
+    found = model.config.get("text_config") or model.config
+    hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    if config.targets or not (hidden and mlp and heads):
+        return 0
+    head = found.get("head_dim") or hidden // heads
+    attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
+    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + 3 * (hidden + mlp)))
+
+
 def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
     """Return the number of parameters that Muon trains, norms of the layers counted as well: all in the layers."""
     return model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
@@ -233,7 +250,7 @@ def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:
     """Yield the frozen models of a rank. A teacher whose folder is not here counts as large as the trained model."""
-    if config.reference:
+    if config.reference and config.lora is None:
         yield "reference", model
     if config.teacher:
         try:
