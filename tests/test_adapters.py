@@ -2,89 +2,24 @@
 
 import re
 from contextlib import contextmanager
-from itertools import count
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from whet.component import AdapterInfo
-from whet.config.cluster import ClusterSection
-from whet.config.sections import ProbeSection
-from whet.data.batch import from_sequences
-from whet.data.records import Request, Sampling
-from whet.data.spans import Spans
+from whet.component import AdapterInfo, resolve
 from whet.errors import WeightSyncError
-from whet.plan.placement import Way
-from whet.rollout.event_loop import EpisodeLoop
-from whet.run.weight_sync import make_weight_sync
-from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, LoraConfig, OptimizerConfig, adapter_info
 from whet_hf.adapter import Base
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
-from whet_testing.role_context import make_context
-from whet_weights.probe import Probe
-
-LORA = LoraConfig(rank=4, alpha=8.0)
-TOKENS = np.arange(3, 200)
-
-
-class Ends:
-    """A trainer of an adapter and a generator, both in this process."""
-
-    def __init__(self, folder, model, lora=LORA):
-        self.folder, self.model, self.lora, self.numbers = folder, model, lora, count()
-        config = Fsdp2Config(lora=lora, optimizer=OptimizerConfig(lr=1e-2))
-        self.backend = Fsdp2Backend(config, make_context(folder / "backend", "backend", model))
-        self.loop = EpisodeLoop()
-        self.generators = {}
-        for content in ("adapter", "merged"):
-            context = make_context(folder / content, "generator", model)
-            self.generators[content] = HfGenerator(HfConfig(), context)
-
-    def sync(self, content="adapter", trial=True):
-        """Give a weight sync of a new attempt, with its probe."""
-        way = Way("shared", "", adapter=adapter_info(self.lora) if content == "adapter" else None)
-        folder = self.folder / f"weights-{next(self.numbers)}"
-        made = make_weight_sync(way, folder, section=ClusterSection(), cluster=None, spans=Spans(), closers=[])
-        probe = Probe(
-            ProbeSection(), 0, (), TOKENS, room=64, temperature=1.0, dtypes=("float32", "float32"), replicas=1,
-            generator=self.generators[content], run=self.loop.run, trial=trial,
-            score=lambda batch, weights: self.backend.score(batch, ("logprobs",), weights)["logprobs"],
-        )  # fmt: skip
-        made.connect(self.backend, self.generators[content], probe=probe)
-        return made, probe
-
-    def train(self):
-        """Take a step that moves the adapter."""
-        rows = [{"tokens": TOKENS[i : i + 12], "loss_mask": np.arange(12) > 3} for i in range(0, 60, 12)]
-        batch = from_sequences(rows, prompt_lengths=[4] * 5).with_columns(advantages=np.linspace(-1, 2, 5, dtype="f4"))
-        from whet.component import Spec
-
-        self.backend.train(batch, Spec("whet_testing.losses:Weighted"))
-
-    def sampled(self, content="adapter"):
-        """Give tokens and logprobs of a few completions."""
-        requests = [
-            Request(f"{next(self.numbers)}", TOKENS[i : i + 5], Sampling(6, 1.0), seed=i, replica=0) for i in (0, 7, 90)
-        ]
-
-        async def ask():
-            return [await self.generators[content].generate(request) for request in requests]
-
-        return [(found.tokens, found.logprobs) for found in self.loop.run(ask())]
-
-    def close(self):
-        self.backend.close()
-        for generator in self.generators.values():
-            generator.close()
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory, tiny_models):
-    made = Ends(tmp_path_factory.mktemp("ends"), tiny_models("qwen3"))
+    ends = resolve(f"file:{Path(__file__).parent / 'adapter_ends.py'}:Ends")
+    made = ends(tmp_path_factory.mktemp("ends"), tiny_models("qwen3"), partial(HfGenerator, HfConfig()))
     yield made
     made.close()
 
@@ -117,7 +52,8 @@ def test_many_adapters_leave_no_trace_in_the_base(ends):
 
 # Mistakes that engines and their glue make, as functions of what is applied: (name, A, B, scaling) -> the same, or none
 
-LAYER = re.compile(r"layers\.(\d)\.")
+RANK, ALPHA = 4, 8.0
+"""Of the adapter of `adapter_ends.py`."""
 
 
 def swapped(*names):
@@ -139,8 +75,8 @@ MISTAKES = {
     "to all but the fused queries": missing("q_proj"),
     "scaled twice": lambda n, a, b, s: (n, a, b, s * s),
     "not scaled": lambda n, a, b, s: (n, a, b, 1.0),
-    "scaled by alpha": lambda n, a, b, s: (n, a, b, LORA.alpha),
-    "scaled as rslora": lambda n, a, b, s: (n, a, b, LORA.alpha / LORA.rank**0.5),
+    "scaled by alpha": lambda n, a, b, s: (n, a, b, ALPHA),
+    "scaled as rslora": lambda n, a, b, s: (n, a, b, ALPHA / RANK**0.5),
     "scaled by a tenth more": lambda n, a, b, s: (n, a, b, 1.1 * s),
     "subtracted": lambda n, a, b, s: (n, a, b, -s),
     "A transposed": lambda n, a, b, s: (n, a.T.reshape(a.shape), b, s),

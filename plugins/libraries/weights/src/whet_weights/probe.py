@@ -101,11 +101,11 @@ class Proof:
     def refuse_base(self, replica: int, completions: Sequence[Completion], base: "Proof") -> None:
         """Raise `WeightSyncError` unless the completions' logprobs differ clearly more from those of the base."""
         own, others = float(self.gaps(completions).mean()), float(base.gaps(completions).mean())
-        if not own <= TRIAL_SHARE * others:
+        if not own < TRIAL_SHARE * others:
             raise self._refused(
                 replica,
                 f"does not apply the adapter: with a random one, its logprobs are {own:.3g} nats off the trainer's on "
-                f"average and {others:.3g} off those without it, wanted at most {TRIAL_SHARE:g} of that",
+                f"average and {others:.3g} off those without it, wanted less than {TRIAL_SHARE:g} of that",
             )
 
     def _scored_of(self, prompt: int, completion: Completion) -> FloatArray:
