@@ -116,26 +116,21 @@ def adapter_of(content: str, roles: Roles, name: str, transport: str) -> tuple[A
 
     Raises `ConfigError` where `weight_sync.content` wants one that cannot.
     """
-    backend, role = roles.backend.adapter, roles[name]
-    if backend is None and content != "adapter":
-        return None, ""
-    takes, who = (
-        role.facts.adapters if isinstance(role.facts, GeneratorFacts) else frozenset[str](),
-        role.selection.name,
-    )
-    lacking = sorted({*backend.kinds} - takes) if backend else []
-    why = (
-        "the backend trains none" if backend is None
-        else f"{who} applies no adapter of {' and '.join(lacking)}" if lacking
-        else f"{transport} carries all weights" if transport in STREAMED
-        else f"{name} may begin with other weights than the adapter's" if name != "generator"
-        else ""
-    )  # fmt: skip
+    adapter, facts, who = roles.backend.adapter, roles[name].facts, roles[name].selection.name
+    lacking = sorted({*adapter.kinds} - facts.adapters) if adapter and isinstance(facts, GeneratorFacts) else []
+    if adapter is None:
+        why = "the backend trains none"
+    elif name != "generator":
+        why = f"{name} may begin with other weights than the adapter's"
+    elif lacking or transport in STREAMED:
+        why = f"{who} applies no adapter of {lacking[0]}" if lacking else f"{transport} carries all weights"
+    else:
+        why = "weight_sync.content says" if content == "merged" else ""
     if content == "adapter" and why and name == "generator":
         raise ConfigError(f"weight_sync.content is adapter, but {why}; set it to auto")
-    if content == "merged" or why:
-        return None, f"; the adapter merged into them, as {why or 'weight_sync.content says'}"
-    return backend, f"; the adapter alone, which {who} applies"
+    if adapter is None or why:
+        return None, f"; the adapter merged into them, as {why}" if adapter else ""
+    return adapter, f"; the adapter alone, which {who} applies"
 
 
 def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", content: str = "auto") -> Way:

@@ -100,9 +100,8 @@ def evaluate(
 def export(
     run_folder: str | Path, out: str | Path, *, step: int | None = None, overrides: Sequence[str] = ()
 ) -> int:  # fmt: skip
-    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step.
-
-    `overrides` change the run's config for the export alone.
+    """Write a checkpoint of a run, whose config `overrides` change, as a folder that `transformers` loads. Return its
+    step.
     """
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
