@@ -1,9 +1,12 @@
-"""Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: file by file."""
+"""Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: slow files first."""
 
+import gc
 import importlib.metadata
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,24 @@ WITH_RAY = frozenset(
      "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""OpenMP reads this once, when torch is imported. Worker processes have it, and those that are forked from a process of
+the tests get what that process has: without it their threads spin while they wait, on cores that other tests need.
+"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector: thousands of tests, and torch, are no garbage, and it would look at them
+    again and again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
@@ -65,14 +86,27 @@ def own_ray() -> Iterator[None]:
     session.close()
 
 
+def unit(nodeid: str) -> str:
+    """Return what tests share that one process runs one after another: their file, or that they start a Ray."""
+    file = nodeid.partition("::")[0]
+    return "ray" if file.rpartition("/")[2] in WITH_RAY else file
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the units that have most slow tests where several processes run: none must be left alone with one."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(unit(item.nodeid) for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[unit(item.nodeid)])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file together, for what they share, and those that start a Ray."""
+    """Keep the tests of a unit together, and the units in their order."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # untyped for who has no xdist
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "ray" if file.rpartition("/")[2] in WITH_RAY else file
+            return unit(nodeid)
 
+    config.option.loadscopereorder = False  # it would begin with the units that have most tests
     return Scheduling(config, log)

@@ -1,11 +1,13 @@
 """How Sphinx builds the site, `nox -s docs`: from the repository's own Markdown, with the links that GitHub follows."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import whet
 
 ROOT = Path(__file__).resolve().parents[1]
+gc.disable()  # the trees of all pages stay until the end, and looking through them for garbage takes half of a build
 
 project = "whet"
 version = release = whet.__version__
@@ -73,6 +75,7 @@ python_use_unqualified_type_names = True
 def setup(app: Any) -> None:
     """Connect what the settings above cannot say."""
     app.connect("source-read", add_contents)
+    app.connect("build-finished", lambda *_: gc.freeze())  # the interpreter's end would look through them, too
     app.connect("autodoc-process-docstring", to_literal_blocks)
     app.connect("autodoc-process-signature", readable_signature)
 

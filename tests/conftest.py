@@ -6,7 +6,6 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from attrs import frozen
 
+from whet.runtime.worker_process import import_ahead
 from whet_testing.environments import make_wheels
 from whet_testing.forking import Program, Programs
 
@@ -191,8 +191,24 @@ def shell(layered_python: Path) -> Shell:
     return run
 
 
+@pytest.fixture(scope="session")
+def _threads() -> int:
+    """Import what workers import, and give the number of threads that torch has then."""
+    import_ahead(list(IMPORTED))
+    import torch
+
+    return torch.get_num_threads()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forked(forked_workers: None) -> None:
+def _forked(_threads: int, forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
-    for module in IMPORTED:
-        import_module(module)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before(_threads: int) -> Iterator[None]:
+    """An inline worker has set the threads of this process; with more than one, no worker would be forked any more."""
+    yield
+    import torch
+
+    torch.set_num_threads(_threads)

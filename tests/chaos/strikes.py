@@ -15,7 +15,8 @@ ACTS = {"kill": 14, "stop": 2, "pause": 1, "terminate": 2, "terminate all": 1, "
 """What may be done, and how often relative to the others."""
 MOMENTS = {
     "starting": 2, "backend.start": 1, "generator.start": 1, "after.opened": 1, "rollout.take": 2,
-    "generator.generate": 2, "backend.train": 2, "backend.weight_sync": 3, "run.save": 3, "after.step": 1,
+    "generator.generate": 2, "backend.train": 2, "backend.weight_sync": 3, "run.save": 3, "run.write": 3,
+    "after.step": 1,
     "after.saved": 1, "after.exported": 1, "after.closed": 1,
 }  # fmt: skip
 """Phases at whose beginning a delay starts, after which it is done."""

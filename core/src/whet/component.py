@@ -187,6 +187,9 @@ class WorkerFacts(Facts):
 
     ranks: int = 1
     """Number of worker processes that the component needs."""
+    problems: "Callable[[int], Iterable[Problem]] | None" = None
+    """(number of ranks of the role) -> what this number or the model does not allow. Paths are within the component's
+    section."""
     processes: int = 1
     """Number of processes over which each rank splits its model, e.g. by tensor parallelism. Each process receives
     weights. If there are GPUs, each process has one."""

@@ -1,13 +1,21 @@
 """Whether an environment says what an answer is, as far as its class tells."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from whet.component import Component, EnvironmentFacts, Selection, import_path
-from whet.config.sections import Config, EnvironmentSection, EvaluationSection, ModelSection, RunSection
+from whet.config.sections import (
+    Config,
+    EnvironmentSection,
+    EvaluationSection,
+    KeepBestSection,
+    ModelSection,
+    RunSection,
+)
 from whet.interfaces.environment import SingleTurn
-from whet.plan.evaluation import evaluation_notes, with_answers
+from whet.plan.evaluation import evaluation_notes, keep_best_notes, keep_best_problems, with_answers
 
 
 class Mute:
@@ -67,3 +75,44 @@ def test_a_class_says_whether_it_states_answers_where_it_can(built: Any, known: 
 def test_what_has_not_been_imported_stays_so() -> None:
     config = evaluating("no_such_module:Environment")
     assert with_answers(config.evaluation, {PLACE: EnvironmentFacts()})[PLACE].states_answers is None
+
+
+@pytest.mark.parametrize(
+    ("save_every", "every", "metric", "words"),
+    [
+        (10, 20, "evaluation/test/correct", None),
+        (20, 20, "validation/loss", None),
+        (30, 20, "evaluation/test/correct", "both evaluated and saved every 60 steps and at the end"),
+        (0, 20, "evaluation/test/correct", "both evaluated and saved only at the end"),
+        (10, 0, "evaluation/test/correct", "evaluated only at the end; set evaluation.every"),
+        (0, 0, "evaluation/test/correct", "both evaluated and saved only at the end"),
+        (30, 20, "reward/mean", None),  # every step has it
+    ],
+)
+def test_steps_that_are_evaluated_and_not_saved_are_noted(
+    save_every: int, every: int, metric: str, words: str | None
+) -> None:
+    run = RunSection(folder="runs/it", steps=100, save_every=save_every, keep_best=KeepBestSection(metric))
+    notes = list(keep_best_notes(run, EvaluationSection(every=every)))
+    assert [words in note for note in notes] == [True] if words else not notes
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("evaluation/tset/correct", "evaluation.environments has no 'tset' (did you mean 'test'?)"),
+        ("evaluation/test/correct", ""),
+        ("validation/loss", "data.validation lists no files"),
+        ("reward/mean", ""),
+    ],
+)
+def test_a_metric_of_no_evaluation_is_refused(metric: str, words: str) -> None:
+    entry = SimpleNamespace(name="test", component=None)
+    config: Any = SimpleNamespace(
+        run=RunSection(folder="runs/it", steps=100, keep_best=KeepBestSection(metric)),
+        evaluation=SimpleNamespace(environments=[entry]),
+        data=None,
+    )
+    problems = [str(problem) for problem in keep_best_problems(config)]
+    assert len(problems) == bool(words)
+    assert words in "".join(problems)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.config.sections import KeepBestSection
 from whet.errors import CheckpointError, WhetError
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
@@ -181,3 +183,101 @@ def test_a_manifest_that_lists_nothing_is_refused(tmp_path):
     (folder / checkpoint.MANIFEST).write_text('{"step": 5, "files": {}}')
     with pytest.raises(CheckpointError, match=r"does not list state\.json"):
         checkpoint.latest(run)
+
+
+def test_a_checkpoint_counts_only_once_it_is_durable(tmp_path):
+    run, order = RunFolder(tmp_path), []
+
+    def save(folder):
+        order.append("copied")
+        return lambda: (order.append("durable"), save_weights(folder))
+
+    state = {"metrics": {"loss": 1.0}}
+    complete = checkpoint.begin(run, 5, state, {"backend": save})
+    state["metrics"]["loss"] = 2.0  # as a later step does
+    assert order == ["copied"]
+    assert checkpoint.latest(run) is None
+    complete()
+    assert order == ["copied", "durable"]
+    assert checkpoint.latest(run).state["metrics"] == {"loss": 1.0}
+
+
+class Killed(BaseException):
+    """Ends a save in the middle, as a kill does: nothing is tidied up."""
+
+
+def test_a_save_that_is_cut_short_at_any_call_leaves_the_one_before_in_force(tmp_path, monkeypatch):
+    left, calls = 0, {os: ("fsync",), Path: ("rename", "write_text", "mkdir"), shutil: ("rmtree",)}
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    def save(folder):
+        return lambda: save_weights(folder)
+
+    run, outcomes, number = RunFolder(tmp_path), [], 0
+    checkpoint.write(run, 5, {}, {"backend": save, "roles/critic": save})
+    for owner, names in calls.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    while not outcomes or outcomes[-1] != "whole":
+        number += 1
+        left = number
+        try:
+            checkpoint.write(run, 10, {}, {"backend": save, "roles/critic": save})
+            outcomes.append("whole")
+        except Killed:
+            outcomes.append(str(checkpoint.latest(run).step))
+        left = 0
+        shutil.rmtree(run.checkpoints / "step-000010", ignore_errors=True)
+    assert outcomes.count("5") > 10
+    assert outcomes[-2:] == ["10", "whole"]  # killed after the rename
+
+
+def scored(run, steps):
+    for step, value in steps.items():
+        checkpoint.write(run, step, {"metrics": {"evaluation/test/correct": value}}, {"backend": save_weights})
+
+
+def kept(run):
+    return sorted(int(folder.name[5:]) for folder in run.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "expected"),
+    [("max", 1, [20, 50, 60]), ("max", 2, [20, 30, 50, 60]), ("min", 1, [10, 50, 60]), ("min", 2, [10, 40, 50, 60])],
+)
+def test_the_best_are_never_pruned(tmp_path, mode, count, expected):
+    run = RunFolder(tmp_path)
+    scored(run, {10: 0.1, 20: 0.9, 30: 0.9, 40: 0.2, 50: float("nan")})
+    checkpoint.write(run, 60, {"metrics": {"loss": 9.0}}, {"backend": save_weights})
+    checkpoint.prune(run, 2, KeepBestSection("evaluation/test/correct", mode, count))
+    assert kept(run) == expected
+
+
+def test_the_best_is_known_from_the_checkpoints_alone(tmp_path):
+    scored(RunFolder(tmp_path), {10: 0.9, 20: 0.1})
+    best = KeepBestSection("evaluation/test/correct")
+    resumed = RunFolder(tmp_path)
+    for step, value in ((30, 0.5), (40, 0.6), (50, 0.95)):
+        scored(resumed, {step: value})
+        checkpoint.prune(resumed, 1, best)
+        assert kept(resumed) == ([10, step] if step < 50 else [50])
+    assert checkpoint.ranking(resumed, best) == [50]
+
+
+def test_a_metric_that_does_not_exist_is_named_with_those_that_do():
+    metrics = {"loss": 1.0, "evaluation/test/correct": 0.5}
+    assert "did you mean 'evaluation/test/correct'" in checkpoint.missing(
+        KeepBestSection("evaluation/test/corect"), metrics
+    )
+    assert "known: loss" in checkpoint.missing(KeepBestSection("reward"), {"loss": 1.0})
+    assert not checkpoint.missing(KeepBestSection("evaluation/test/correct"), metrics)
+    assert not checkpoint.missing(KeepBestSection("evaluation/test/correct"), {"loss": 1.0})  # not evaluated

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from whet.config.sections import Config, ModelSection, RunSection
+from whet.config.sections import Config, KeepBestSection, ModelSection, RunSection
 from whet.errors import CheckpointError, WhetError
 from whet.run import checkpoint
-from whet.run.jobs import _load, _whole, exported
+from whet.run.jobs import _best, _load, _whole, exported
 from whet.run.run_folder import RunFolder
 
 
@@ -118,3 +118,20 @@ def test_what_fails_to_be_exported_leaves_nothing(tmp_path, there):
         (partial / "all").write_text("of it")
     assert [file.name for file in out.iterdir()] == ["all"]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_best_checkpoint_is_chosen_by_the_metric_of_the_config(tmp_path):
+    run = RunFolder(tmp_path)
+    for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
+        checkpoint.write(run, step, {"metrics": {"evaluation/test/correct": value}}, {"backend": lambda folder: None})
+
+    def config(best: KeepBestSection | None) -> Config:
+        run = RunSection(folder=str(tmp_path), steps=3, keep_best=best)
+        return cast(Config, SimpleNamespace(run=run))
+
+    assert _best(run, config(KeepBestSection("evaluation/test/correct"))) == 2
+    assert _best(run, config(KeepBestSection("evaluation/test/correct", "min"))) == 1
+    with pytest.raises(CheckpointError, match=r"has no run\.keep_best"):
+        _best(run, config(None))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* has the metric 'loss'"):
+        _best(run, config(KeepBestSection("loss")))

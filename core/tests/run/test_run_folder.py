@@ -184,11 +184,11 @@ def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path):
         RunFolder(tmp_path / "file" / "run").claim()
 
 
-def test_rows_appended_later_are_there_once_synced_or_released(tmp_path: Path) -> None:
+def test_rows_appended_later_are_there_once_settled_or_released(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.claim()
     run.publish_later("rollouts/step-000001.jsonl", lambda: Event("rollouts", 1, rows=[{"n": 1}]))
-    run.sync()
+    run.settle()
     assert [row["n"] for row in read_rows(tmp_path / "rollouts/step-000001.jsonl")] == [1]
     run.publish_later("rollouts/step-000002.jsonl", lambda: Event("rollouts", 2, rows=[{"n": 2}]))
     run.release()
@@ -200,7 +200,7 @@ def test_rows_written_later_reach_the_listener_on_the_callers_thread_in_a_bounde
     run.listener = lambda event: told.append((event, threading.current_thread()))
     rows = [{"n": n} for n in range(SAMPLED_ROWS + 1)]
     run.publish_later("rollouts/step-000001.jsonl", lambda: Event("rollouts", 1, rows=rows))
-    run.sync()
+    run.settle()
     assert told == [(Event("rollouts", 1, rows=rows[:-1]), threading.current_thread())]
     assert len(list(read_rows(tmp_path / "rollouts/step-000001.jsonl"))) == SAMPLED_ROWS + 1
     run.release()

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from whet.data.batch import from_sequences
 from whet.data.files import read_rows
 from whet.data.metrics import histogram, largest, mean
 from whet.data.spans import Spans
+from whet.errors import WorkerError
 from whet.interfaces.logger import Event
 from whet.run.run_folder import RunFolder
 from whet.run.steps import Interrupted, Sinks, Steps
@@ -148,6 +151,98 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, hangups, numbe
         step.finish(BATCH)
     assert (steps.done, steps.stopped_by, told.saved) == (2, number, [2])
     assert signal.getsignal(number) is before
+
+
+def test_a_warning_of_a_scheduler_ends_the_run_as_sigterm_does(tmp_path, capsys):
+    told = Told()
+    steps = make(tmp_path, told)
+    for step in steps:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        step.finish(BATCH)
+    assert (steps.done, steps.stopped_by, told.saved) == (1, signal.SIGTERM, [1])
+    assert (
+        capsys.readouterr().err == "SIGUSR1: finishing step 1, then saving; Ctrl-C again ends at once, without saving\n"
+    )
+
+
+def timed_steps(tmp_path, monkeypatch, seconds, left, save_seconds=0.0):
+    """Take steps of a fixed length with so many seconds left before a limit, on a clock that only steps move."""
+    told, now = Told(), [1000.0]
+    monkeypatch.setattr("whet.run.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("whet.run.steps.time.time", lambda: now[0])
+    steps = make(tmp_path, told, steps=100)
+    steps._sinks.saving.longest = save_seconds
+    steps.end_by(1000.0 + left + 500.0, "another limit comes")
+    steps.end_by(1000.0 + left, "the job ends")
+    for step in steps:
+        now[0] += seconds[min(step.number, len(seconds)) - 1]
+        step.finish(BATCH)
+    return steps, told, 1000.0 + left - now[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left", "save", "done"),
+    [
+        ([10.0], 200.0, 30.0, 14),  # 1.2 * (10 + 30) + 20 = 68 s must be left: 70 are after 13 steps, 60 after 14
+        ([10.0], 200.0, 0.0, 10),  # a save that is not known may take 60 s: 104 s must be left
+        ([100.0, 10.0], 300.0, 30.0, 15),  # the first step of a run attempt does not count
+        ([10.0, 10.0, 40.0, 10.0], 250.0, 30.0, 12),  # 1.2 * (40 + 30) + 20 = 104 s must be left
+        ([10.0], 5.0, 30.0, 1),
+    ],
+)
+def test_a_run_ends_before_a_step_and_a_save_no_longer_fit(tmp_path, monkeypatch, capsys, seconds, left, save, done):
+    steps, told, remaining = timed_steps(tmp_path, monkeypatch, seconds, left, save)
+    assert (steps.done, steps.stopped_by, told.saved) == (done, signal.SIGTERM, [done])
+    assert f"the job ends in {remaining:.0f} s; a step took up to" in capsys.readouterr().err
+
+
+def test_without_a_limit_no_run_ends_early(tmp_path):
+    steps = make(tmp_path, Told())
+    for step in steps:
+        step.finish(BATCH)
+    assert steps.stopped_by is None
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_end_waits(tmp_path):
+    told, go, written = Told(), threading.Event(), []
+    sinks = told.sinks()
+
+    def save(step, carried, ends):
+        sinks.saving.start(lambda: written.append((go.wait(10), step)), time.perf_counter())
+
+    steps = Steps(
+        RunFolder(tmp_path), RunSection(folder=str(tmp_path), steps=4, save_every=3), 0, 0, Spans(),
+        evolve(sinks, save=save),
+    )  # fmt: skip
+    for step in steps:
+        assert not written
+        if step.number == 4:
+            go.set()
+        step.finish(BATCH)
+    assert written == [(True, 3), (True, 4)]
+
+
+def test_a_write_that_failed_is_raised_before_the_next_step(tmp_path):
+    told = Told()
+    sinks = told.sinks()
+
+    def fail():
+        raise WorkerError("backend", 1, "save", "the disk is full")
+
+    def save(step, carried, ends):
+        sinks.saving.start(fail, time.perf_counter())
+        while sinks.saving.busy:
+            time.sleep(0.001)
+
+    steps = Steps(
+        RunFolder(tmp_path), RunSection(folder=str(tmp_path), steps=4, save_every=2), 0, 0, Spans(),
+        evolve(sinks, save=save),
+    )  # fmt: skip
+    with pytest.raises(WorkerError, match="disk is full") as raised:
+        for step in steps:
+            step.finish(BATCH)
+    assert (raised.value.role, raised.value.rank, raised.value.phase) == ("backend", 1, "save")
+    assert steps.done == 2
 
 
 def test_the_loop_is_stopped_after_the_step_and_saves(tmp_path):

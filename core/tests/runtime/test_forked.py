@@ -240,3 +240,15 @@ def test_nothing_that_was_forked_outlives_a_killed_driver(tmp_path: Path, stoppe
         driver.kill()
         driver.wait(10.0)
     wait_until(lambda: not any(map(alive, [*found, server])), "the workers and their children are gone")
+
+
+def test_what_is_imported_ahead_is_no_business_of_the_garbage_collector() -> None:
+    code = """
+import gc
+from whet.runtime.worker_process import import_ahead
+import_ahead(["email.mime.audio", "nobody.has.this"])
+module = __import__("sys").modules["email.mime.audio"]
+print(gc.isenabled(), gc.is_tracked(vars(module)), any(each is vars(module) for each in gc.get_objects()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "False"]

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -12,7 +13,6 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line and exit. Signals are handled before the slow imports."""
-    code = 0
     try:
         signal.signal(signal.SIGTERM, _terminate)
         from whet.cli.app import run_command
@@ -28,6 +28,7 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # only Python's own exit is left, without tracebacks
     _let_go_of_readers()
+    gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
     sys.exit(code)
 
 

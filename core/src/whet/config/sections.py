@@ -26,7 +26,6 @@ from whet.config.bounds import (
     PROCESSES,
     RECORDS,
     RETRIES,
-    SEED,
     STEPS,
     TOKENS,
     above,
@@ -36,6 +35,8 @@ from whet.config.cluster import ClusterSection as ClusterSection
 from whet.config.cluster import DeadlinesSection as DeadlinesSection
 from whet.config.cluster import RecoverySection as RecoverySection
 from whet.config.renamed import renamed
+from whet.config.run import KeepBestSection as KeepBestSection
+from whet.config.run import RunSection as RunSection
 
 _COUNTS: Any = deep_iterable(between(1, GROUP))
 
@@ -44,23 +45,6 @@ def _file_name(instance: object, attribute: Any, value: str) -> None:
     """Refuse text that cannot be part of the names of files and metrics."""
     if not value.isprintable() or "/" in value or value.startswith((".", " ")):
         raise ValueError(f"is {value!r:.60}, wanted a word: it becomes part of the names of files and metrics")
-
-
-def _folder(instance: object, attribute: Any, value: str) -> None:
-    """Refuse text that does not fit on one line: messages, logs and commands contain the run folder."""
-    if not value.isprintable():
-        raise ValueError(f"is {value!r:.60}, wanted the path of a folder without line breaks or control characters")
-
-
-_FOLDER: Any = [min_len(1), _folder]
-
-
-def _length(instance: Any, attribute: Any, value: float | None) -> None:
-    """Refuse a run whose length is stated twice, or not at all."""
-    if instance.steps is not None and value is not None:
-        raise ValueError(f"is {value:g}, and run.steps is {instance.steps}; state one of the two")
-    if instance.steps is None and value is None:
-        raise ValueError("states neither `steps` nor `epochs`: how long to train")
 
 
 COLUMNS = (
@@ -89,34 +73,6 @@ def selection(kind: Kind, default: str | None = None, *, inline: bool = False, o
 def optional_selection(kind: Kind) -> Any:
     """Return a field that holds a component of a kind, or None where the key is left out."""
     return field(metadata={"kind": kind}, default=None, kw_only=True)
-
-
-@frozen
-class RunSection:
-    """The run itself."""
-
-    folder: str = field(validator=_FOLDER, metadata={"path": True})
-    """The folder that the run writes to."""
-    steps: int | None = field(default=None, validator=optional(between(1, STEPS)))
-    """Number of steps to take, counted over resumes. State this or `epochs`."""
-    epochs: float | None = field(default=None, validator=[optional(above(0, 1_000_000)), _length])
-    """For algorithms that train on data files, instead of `steps`: how often to train on every record, e.g. 3 or 0.5.
-    The last step takes the records that are left, which may be fewer than `batch_size`."""
-    seed: int = field(default=0, validator=between(0, SEED))
-    """Every random draw of the run is derived from this seed."""
-    save_every: int = field(default=0, validator=between(0, STEPS))
-    """Number of steps between checkpoints; 0: only at the end."""
-    keep: int = field(default=2, validator=between(0, GROUP))
-    """Number of checkpoints to keep, the newest; 0 keeps all."""
-    resume: Literal["auto", "never", "must"] = "auto"
-    """`auto` continues the folder's run, if any. `never` refuses a folder with a run, `must` a folder without one."""
-    allow_changed: list[str] = attrs.Factory(list)
-    """Config paths that may differ from those of the resumed run, e.g. `backend.optimizer.lr`."""
-    export: bool = True
-    """Write the final model as a folder that `transformers` loads, in `FOLDER/model`."""
-    private_records: bool = True
-    """Whether only this user may read prompts and responses: the rows of rollouts, evaluations and the endpoint.
-    `false`: the umask decides, as for all other files of the run folder."""
 
 
 @frozen

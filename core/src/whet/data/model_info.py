@@ -58,13 +58,27 @@ class ModelInfo:
         return ("transformers.models.auto.modeling_auto", *own)
 
     @property
+    def heads(self) -> int:
+        """Return the number of attention heads. 0: the config does not state it."""
+        return self._count("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the number of heads of keys and values. 0: the config does not state it."""
+        return self._count("num_key_value_heads", self.heads)
+
+    @property
+    def experts(self) -> int:
+        """Return the number of routed experts of a layer. 0: the model is dense."""
+        return max(map(self._count, ("num_experts", "num_local_experts", "n_routed_experts")))
+
+    @property
     def token_cache_bytes(self) -> int:
         """Return the bytes of keys and values of one token in float32. 0: the config does not state them."""
-        heads = self._count("num_attention_heads")
-        if not heads:
+        if not self.heads:
             return 0
-        head = self._count("head_dim", self._count("hidden_size") // heads)
-        return 2 * 4 * self._count("num_hidden_layers") * self._count("num_key_value_heads", heads) * head
+        head = self._count("head_dim", self._count("hidden_size") // self.heads)
+        return 2 * 4 * self._count("num_hidden_layers") * self.kv_heads * head
 
     @property
     def parameters(self) -> int:
@@ -78,10 +92,10 @@ class ModelInfo:
     @property
     def layer_parameters(self) -> int:
         """Return the number of parameters of one layer, estimated as `parameters` is. 0: it cannot be estimated."""
-        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
+        hidden, heads = self._count("hidden_size"), self.heads
         if not (hidden and heads):
             return 0
-        kv, head = self._count("num_key_value_heads", heads), self._count("head_dim", hidden // heads)
+        kv, head = self.kv_heads, self._count("head_dim", hidden // heads)
         mlp = self._count("intermediate_size", 4 * hidden)
         matrices = 3 if str(self._text("model_type") or "").startswith(_GATED) else 2
         return hidden * head * (2 * heads + 2 * kv) + matrices * hidden * mlp + 2 * hidden

@@ -85,8 +85,16 @@ class Steps(Protocol):
         """End the loop after the current step, and save it, as SIGTERM does. The same command continues the run."""
         ...
 
+    def end_by(self, moment: float, why: str) -> None:
+        """End the loop as `stop` does, before a step after which a save would end later than `moment`.
+
+        `moment` is in seconds since the epoch; of several moments the nearest counts. `why` names the reason on stderr,
+        e.g. "the job's time limit is reached".
+        """
+        ...
+
     def save_now(self) -> None:
-        """Save a checkpoint of the last finished step, unless one exists already."""
+        """Save a checkpoint of the last finished step, unless one exists already. Wait until it is durable."""
         ...
 
     def log_start(self, metrics: "Mapping[str, Metric]") -> None:

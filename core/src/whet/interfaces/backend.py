@@ -34,6 +34,36 @@ second model that the same workers hold. Of a backend that trains an adapter, `b
 the model with a random adapter that changes its outputs clearly, which proves that a generator applies adapters."""
 
 
+class PendingSave(Protocol):
+    """A save that goes on while the weights change: `taken`, then any other calls of the backend, then `result`."""
+
+    def taken(self) -> object:
+        """Wait until the backend has copied all that it saves. From then on every method may be called.
+
+        Raise `WorkerError` if a worker fails, dies or misses its deadline.
+        """
+        ...
+
+    def result(self) -> object:
+        """Wait until the files are durable. Any thread may call this, after `taken`.
+
+        Raise `WorkerError` if a worker fails, dies or misses its deadline.
+        """
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Protocol):
+    """What a backend may offer beside `Backend`. A run waits for `save` of a backend that does not offer it."""
+
+    def save_in_background(self, folder: "Path") -> PendingSave:
+        """Start to copy weights, optimizer and schedule, and to write the copy: the same files as `save` writes.
+
+        The next save begins after the result of this one. `close` may come before the result, which is an error then.
+        """
+        ...
+
+
 @runtime_checkable
 class Backend(Protocol):
     """A handle on training workers. The algorithm decides on optimizer steps; the backend does the work of each step.
@@ -69,7 +99,10 @@ class Backend(Protocol):
         ...
 
     def save(self, folder: "Path") -> "Pending":
-        """Start to save weights, optimizer and schedule. The call is done when the files are durable."""
+        """Start to save weights, optimizer and schedule. The call is done when the files are durable.
+
+        The weights do not change before that. See `SavesInBackground` for a save that training does not wait for.
+        """
         ...
 
     def load(self, folder: "Path") -> None:

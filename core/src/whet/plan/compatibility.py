@@ -15,7 +15,7 @@ from whet.component import (
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config, DataSection, EnvironmentSection, RoleSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
-from whet.plan.evaluation import evaluation_problems
+from whet.plan.evaluation import evaluation_problems, keep_best_problems
 from whet.plan.placement import gpus_apart, joins
 from whet.plan.roles import Roles
 from whet.plugins.launchers import LOCAL
@@ -39,6 +39,7 @@ def config_problems(
     if evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
     yield from evaluation_problems(evaluation, config.environments, roles.of(EnvironmentFacts))
+    yield from keep_best_problems(config)
     if config.endpoint.serve and config.generator is None:
         yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in ("environments", config.environments), ("evaluation.environments", evaluation.environments):
@@ -238,6 +239,9 @@ def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
     yield from _pythons(cluster, roles.known)
     yield from _nodes(cluster, roles)
     yield from gpus_apart(roles)
+    for role in roles:
+        for problem in role.facts.problems(role.ranks) if role.facts.problems else ():
+            yield Problem(f"{role.path}.{problem.path}", problem.message)
     if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 

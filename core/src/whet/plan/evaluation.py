@@ -2,15 +2,17 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from whet.component import EnvironmentFacts, Facts, Problem, loaded
+from whet.config.messages import choice_words
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config.sections import EnvironmentSection, EvaluationSection
+    from whet.config.sections import Config, EnvironmentSection, EvaluationSection, RunSection
     from whet.interfaces.environment import Environment
     from whet.rollout.scoring import Scoring
 
@@ -57,6 +59,34 @@ def evaluation_notes(section: "EvaluationSection", facts: Mapping[str, Environme
         path = f"evaluation.environments.{i}"
         if chosen(entry, section, "majority_at") and facts.get(path, EnvironmentFacts()).states_answers is None:
             yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
+
+
+def keep_best_notes(run: "RunSection", evaluation: "EvaluationSection") -> Iterator[str]:
+    """Return a note where steps are evaluated and not saved, so that the best of them cannot be kept."""
+    every, save_every = evaluation.every, run.save_every
+    if run.keep_best is None or run.keep_best.metric.partition("/")[0] not in ("evaluation", "validation"):
+        return
+    if not save_every or every % save_every:
+        evaluated = f"every {every} steps" if every else "only after the last step"
+        both = f"every {lcm(every, save_every)} steps and at the end" if every and save_every else "only at the end"
+        words = f"steps are evaluated {evaluated}, and both evaluated and saved {both}; the best is one of those"
+        yield f"run.keep_best: {words}. To consider every evaluated step, let run.save_every divide evaluation.every"
+    elif not every:
+        yield "run.keep_best: steps are evaluated only at the end; set evaluation.every"
+
+
+def keep_best_problems(config: "Config") -> Iterator[Problem]:
+    """Find a metric that no evaluation of the run has."""
+    if config.run.keep_best is None:
+        return
+    metric, where = config.run.keep_best.metric, "run.keep_best.metric"
+    family, _, rest = metric.partition("/")
+    name, names = rest.partition("/")[0], {one.name or one.component.name for one in config.evaluation.environments}
+    if family == "validation" and not (config.data and config.data.validation):
+        yield Problem(where, f"is {metric}, and data.validation lists no files")
+    if family == "evaluation" and name not in names:
+        found = f"is {metric}, but evaluation.environments has no {name!r}"
+        yield Problem(where, found + choice_words(name, names))
 
 
 def evaluation_problems(

@@ -16,7 +16,7 @@ from whet.component import AlgorithmFacts, EnvironmentFacts, LossFacts, Package,
 from whet.data.model_info import ModelInfo, check_weights, locate, read_model
 from whet.data.spans import Span
 from whet.errors import ConfigError, DataError
-from whet.plan.evaluation import evaluation_notes
+from whet.plan.evaluation import evaluation_notes, keep_best_notes
 from whet.plan.layers import placed, placing
 from whet.plan.load import Loaded, load_config
 from whet.plan.machine import gpu_count, gpu_memory, total_memory, usable_cores
@@ -121,6 +121,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
     notes += [*_unsaid(cluster, target), *_outside(config.run.folder, roles.selections), *recognised]
+    notes += keep_best_notes(config.run, config.evaluation)
     plan = evolve(
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
         warnings=placed((*plan.warnings, *_not_here(cluster, roles)), loaded.layers),

@@ -237,14 +237,14 @@ def _broken(source: Source, reason: str, kind: Kind | None = None, error: BaseEx
 
 
 def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
-    """Yield the entry points of whet, sorted. Record distributions that cannot be read or need another version
-    of core.
-    """
+    """Yield the entry points of whet, sorted. Record distributions that cannot be read or need another core."""
     found: list[tuple[EntryPoint, Source]] = []
     seen: set[str] = set()
     for distribution in distributions():
         name = "an unreadable distribution"
         try:
+            if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
+                continue  # not a plugin: to parse the metadata of all that is installed would take long
             name = str(distribution.metadata["Name"])
             entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
             if not entries or canonicalize_name(name) in seen:  # Python imports the first on the path

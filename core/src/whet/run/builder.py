@@ -16,6 +16,7 @@ import attrs
 
 from whet.component import AdvantagesFacts, Selection, Spec
 from whet.config.build import build_selection, to_spec
+from whet.config.run import seconds_of
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
@@ -25,10 +26,12 @@ from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.registry import validate
 from whet.run import checkpoint
+from whet.run.background import Background
 from whet.run.colocation import Turns
 from whet.run.evaluator import make_evaluator
 from whet.run.handles import BackendHandle, TimedRollouts, timed
 from whet.run.inputs import read_inputs
+from whet.run.interrupts import announce
 from whet.run.models import Attempt, Begun, Models, start_models
 from whet.run.resume import open_run
 from whet.run.stall_monitor import StallMonitor
@@ -39,6 +42,7 @@ from whet.run.weight_sync import make_probe
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from whet.config.sections import RunSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
@@ -114,12 +118,14 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     recorder = make_recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat.pieces)
     served, per_step = ExitStack(), roles.algorithm.records_per_step
     sinks = _sinks(
-        attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close, components
+        attempt, begun, models, stream, recorder, evaluate, probe, config.run, per_step, served.close, components
     )
     steps = Steps(
         folder, config.run, run.done, config.evaluation.every, attempt.spans, sinks, begun.startup, run.total,
         saved.get("algorithm", {}), attempt.interrupts,
     )  # fmt: skip
+    if limit := config.run.time_limit:
+        steps.end_by(prepared.spans[0].begin + seconds_of(limit), f"run.time_limit {limit} is over")
     attempt.closers.append(steps.close)
     backends = {name: handle for name, handle in attempt.roles.items() if isinstance(handle, BackendHandle)}
     for handle in (models.backend, *backends.values()):
@@ -203,13 +209,16 @@ def _evaluation(
 
 def _sinks(
     attempt: Attempt, begun: Begun, models: Models, stream: "RolloutStream | None", recorder: "Recorder",
-    evaluate: Callable[[int], Metrics], probe: "Probe | None", keep: int, records_per_step: int | None,
+    evaluate: Callable[[int], Metrics], probe: "Probe | None", section: "RunSection", records_per_step: int | None,
     hang_up: Callable[[], object], components: Components,
 ) -> "Sinks":  # fmt: skip
     """Return the functions that the end of a step calls. `hang_up` closes the endpoint of the run."""
     from whet.run.steps import Sinks
 
     position: dict[str, Any] = {"rollouts": stream.state() if stream else {}}
+    saving, warned = Background(), list[str]()
+    # After an error, what is under way becomes durable before the workers are closed.
+    attempt.closers.append(lambda: None if attempt.interrupts.abandon else saving.wait())
     data = begun.inputs.data
 
     def records(step: int, batch: "Batch") -> Mapping[str, Any]:
@@ -226,7 +235,8 @@ def _sinks(
     def log_step(step: int, numbers: Mapping[str, float]) -> None:
         attempt.recovery.finished(step)
         attempt.observers.log(step, numbers)
-        position.update(components=components.state(), loggers=attempt.observers.state())
+        known = {name: number for name, number in numbers.items() if not name.startswith("seconds/")}
+        position.update(components=components.state(), loggers=attempt.observers.state(), metrics=known)
 
     def save(step: int, carried: Mapping[str, Any], ends: bool) -> None:
         if ends and models.turns.sides:  # the save would wait for the endpoint's requests in flight
@@ -237,14 +247,40 @@ def _sinks(
         state = {**position, "algorithm": carried, "identity": begun.run.fingerprint}
         if data is not None and records_per_step is not None:
             state["data"] = data.position(step, records_per_step)
-        older = {one.part: one.save for one in models.older}
-        checkpoint.save_models(attempt.folder, step, state, models.trained, keep, older)
+        best, metrics = section.keep_best, position.get("metrics", {})
+        if best and (words := checkpoint.missing(best, metrics)) and words not in warned:
+            warned.append(words)
+            announce(words)
+        _begin_save(attempt, models, section, saving, step, state)
 
     def gather() -> Metrics:
         others = [stream.metrics() if stream else {}, probe.metrics() if probe else {}]
         return merge([*others, models.turns.metrics()])
 
-    return Sinks(records, evaluate, log_step, save, gather)
+    return Sinks(records, evaluate, log_step, save, gather, saving)
+
+
+def _begin_save(
+    attempt: Attempt, models: Models, section: "RunSection", saving: Background, step: int, state: Mapping[str, Any]
+) -> None:
+    """Save all models, or begin to, once the save before is durable."""
+    since, folder = time.perf_counter(), attempt.folder
+    saving.wait()
+    saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
+    for name, model in models.trained.items():
+        saves[name] = partial(model.start_save, background=section.save_in_background)
+    complete = checkpoint.begin(folder, step, state, saves)
+
+    def finish() -> None:
+        with attempt.spans.phase("run", "write"):
+            folder.sync()
+            complete()
+            checkpoint.prune(folder, section.keep, section.keep_best)
+        folder.journal("saved", step=step)
+
+    saving.start(finish, since)
+    if not section.save_in_background:
+        saving.wait()
 
 
 def _serve(

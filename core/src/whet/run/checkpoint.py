@@ -5,27 +5,33 @@ renamed. After a kill at any moment there is either a whole checkpoint of the st
 """
 
 import json
+import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from whet.config.messages import choice_words
 from whet.data.files import disk_errors
 from whet.errors import CheckpointError, WhetError, in_words
 from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from whet.interfaces.backend import Backend
+    from whet.config.sections import KeepBestSection
 
-MANIFEST, STATE = "complete.json", "state.json"
+MANIFEST, STATE, PARTIAL = "complete.json", "state.json", ".partial"
 _NUMBER = re.compile("[0-9]{6,15}")
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a file of JSON, and finding something in it, may raise."""
+Save = Callable[[Path], "Callable[[], object] | None"]
+"""Saves into a folder, and returns when what it saves may change. It returns a function that waits until the files are
+durable, or None if they are."""
 
 
 @frozen
@@ -42,58 +48,86 @@ class Checkpoint:
         return self.folder / name
 
 
-def save_models(
-    run: RunFolder, step: int, state: Mapping[str, Any], models: "Mapping[str, Backend]", keep: int,
-    further: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
-) -> None:  # fmt: skip
-    """Write a checkpoint of a step, and remove all but the last `keep`. `models` are named by their subfolders, as the
-    functions in `further` are.
+def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Save]) -> Path:
+    """Write a checkpoint of a step."""
+    return begin(run, step, state, saves)()
+
+
+def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Save]) -> Callable[[], Path]:
+    """Start a checkpoint of a step, and return the function that completes it, on any thread. `saves` maps subfolders
+    to functions that save there.
     """
-    write(run, step, state, {**{name: _saving(model) for name, model in models.items()}, **further})
-    prune(run, keep)
-    run.journal("saved", step=step)
-
-
-def _saving(model: "Backend") -> Callable[[Path], None]:
-    return lambda folder: model.save(folder).result()
-
-
-def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Callable[[Path], None]]) -> Path:
-    """Write a checkpoint of a step. `saves` maps subfolders to functions that return when their files are durable."""
     final = run.checkpoints / f"step-{step:06d}"
-    partial = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + PARTIAL)
+    text = json.dumps({"step": step, **state})
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
         for name in saves:
             (partial / name).mkdir(parents=True)
+
+    def complete() -> Path:
+        with _removed(partial):
+            for wait in waits:
+                wait()
+        with disk_errors(partial):
+            (partial / STATE).write_text(text, encoding="utf-8")
+            files = sorted(p for p in partial.rglob("*") if p.is_file())
+            listed = {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files}
+            (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
+            folders = [p for p in partial.rglob("*") if p.is_dir()]
+            for path in [*files, partial / MANIFEST, *folders, partial]:
+                _fsync(path)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            _fsync(run.checkpoints)
+        return final
+
+    with _removed(partial):
+        started = [save(partial / name) for name, save in saves.items()]
+    waits = [wait for wait in started if callable(wait)]
+    return complete
+
+
+@contextmanager
+def _removed(partial: Path) -> Iterator[None]:
+    """Remove a checkpoint that cannot be saved: it may be what fills the disk."""
     try:
-        for name, save in saves.items():
-            save(partial / name)
+        yield
     except WhetError:
-        shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    with disk_errors(partial):
-        (partial / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
-        files = sorted(p for p in partial.rglob("*") if p.is_file())
-        listed = {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files}
-        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
-        folders = [p for p in partial.rglob("*") if p.is_dir()]
-        for path in [*files, partial / MANIFEST, *folders, partial]:
-            _fsync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _fsync(run.checkpoints)
-    return final
 
 
-def prune(run: RunFolder, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; 0 keeps all."""
+def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best; a `keep` of 0 keeps all."""
     if keep:
-        for _, folder in _folders(run)[keep:]:
-            partial = folder.with_name(folder.name + ".partial")  # half of it must not look like a damaged one
+        kept = {step for step, _ in _folders(run)[:keep]} | ({*ranking(run, best)[: best.count]} if best else set())
+        for folder in [folder for step, folder in _folders(run) if step not in kept]:
+            partial = folder.with_name(folder.name + PARTIAL)  # half of it must not look like a damaged one
             with suppress(OSError):
                 folder.rename(partial)
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
+    """Return the steps of the checkpoints that have the metric, the best first. Their files are not checked."""
+    sign, found = (1 if best.mode == "min" else -1), list[tuple[float, int]]()
+    for step, folder in _folders(run):
+        with suppress(*_UNREADABLE):
+            value = json.loads((folder / STATE).read_text(encoding="utf-8"))["metrics"][best.metric]
+            if math.isfinite(value):
+                found.append((sign * value, step))
+    return [step for _, step in sorted(found)]
+
+
+def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
+    """Return that the metric is not among those of a step that is saved. Empty: it is, or the step is not evaluated."""
+    family = best.metric.partition("/")[0] + "/"
+    evaluated = family not in ("evaluation/", "validation/") or any(name.startswith(family) for name in metrics)
+    if best.metric in metrics or not evaluated:
+        return ""
+    near = [name for name in metrics if name.startswith(family)] or metrics
+    return f"run.keep_best keeps nothing: there is no metric {best.metric!r}{choice_words(best.metric, near)}"
 
 
 def newest(run: RunFolder) -> int:
@@ -104,7 +138,7 @@ def newest(run: RunFolder) -> int:
 def position(run: RunFolder, step: int) -> dict[str, int]:
     """Return the position in the data of a checkpoint; empty if it has none. Its files are not checked."""
     for number, folder in _folders(run):
-        with suppress(OSError, ValueError, AttributeError, RecursionError):
+        with suppress(*_UNREADABLE):
             if number == step:
                 found = json.loads((folder / STATE).read_text(encoding="utf-8")).get("data", {}).items()
                 return {name: count for name, count in found if isinstance(count, int)}
@@ -166,7 +200,7 @@ def read(folder: Path) -> Checkpoint:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         steps = {int(folder.name[5:]), int(listed["step"]), int(state["step"])}
         position = state.get("data", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {in_words(error)}; {advice}") from error
     counts = position.values() if isinstance(position, dict) else [position]
     if not all(isinstance(count, int) for count in counts) or (counts and "records" not in position):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from whet.data.spans import Spans
+from whet.interfaces.backend import SavesInBackground
 from whet.run.steps import Interrupted
 
 if TYPE_CHECKING:
@@ -111,6 +112,16 @@ class BackendHandle:
         """See `Backend.save`."""
         with self._around("save"):
             return self._backend.save(folder)
+
+    def start_save(self, folder: Path, background: bool) -> Callable[[], object]:
+        """Start to save, and return once the weights may change. The function returned waits for durable files."""
+        with self._around("save"):
+            if background and isinstance(self._backend, SavesInBackground):
+                pending = self._backend.save_in_background(folder)
+                pending.taken()
+                return pending.result
+            self._backend.save(folder).result()
+        return lambda: None
 
     def load(self, folder: Path) -> None:
         """See `Backend.load`."""

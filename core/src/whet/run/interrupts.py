@@ -78,27 +78,31 @@ class Interrupts:
 
 def acknowledge(number: int, words: str) -> None:
     """Write on stderr that a signal was received, and what happens now."""
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    announce(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {words}")
+
+
+def announce(line: str) -> None:
+    """Write a line on stderr about what happens to the run, past a live display."""
     # What reads along may have received the Ctrl-C as well, and be gone.
     with suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
             # Past Python's buffers: a live display may be in the middle of a line. The line with ^C is taken away.
             dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
-            os.write(sys.stderr.fileno(), f"{chr(10) if dumb else ERASE_LINE}{name}: {words}\n".encode())
+            os.write(sys.stderr.fileno(), f"{chr(10) if dumb else ERASE_LINE}{line}\n".encode())
             return
         try:
-            print(f"{name}: {words}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         except RuntimeError:  # the signal came in the middle of another print
-            os.write(2, f"{name}: {words}\n".encode())
+            os.write(2, f"{line}\n".encode())
 
 
 @contextmanager
 def on_signals(function: Callable[[int], None], numbers: list[signal.Signals] | None = None) -> Iterator[None]:
-    """Call a function on SIGTERM, SIGINT and SIGHUP, or on the signals given; only in the main thread."""
+    """Call a function on SIGTERM, SIGUSR1, SIGINT and SIGHUP, or on the signals given; only in the main thread."""
     if numbers is None:
         # Under nohup a closed terminal is to be ignored, and stays so.
         hangups = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-        numbers = [signal.SIGTERM, signal.SIGINT, *hangups]
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangups]
     if threading.current_thread() is not threading.main_thread():
         yield
         return

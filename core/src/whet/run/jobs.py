@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
@@ -98,10 +98,12 @@ def evaluate(
 
 
 def export(
-    run_folder: str | Path, out: str | Path, *, step: int | None = None, overrides: Sequence[str] = ()
+    run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None, overrides: Sequence[str] = ()
 ) -> int:  # fmt: skip
     """Write a checkpoint of a run, whose config `overrides` change, as a folder that `transformers` loads. Return its
     step.
+
+    `step`: by default the last one; `best`: the best by `run.keep_best` of the run's config.
     """
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
@@ -110,6 +112,8 @@ def export(
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     changes = [*overrides, *_alone(run.path / "config.yaml")]
     prepared = prepare(run.path / "config.yaml", changes, config_only=False, trains=False)
+    if step == "best":
+        step = _best(run, prepared.config)
     saved = exported(run, step, prepared.config)
     with _job("export", prepared) as attempt:
         backend = _start(prepared, attempt, ["backend"])["backend"]
@@ -117,6 +121,15 @@ def export(
         with _whole(Path(out).absolute()) as partial:
             backend.export(partial)
     return written
+
+
+def _best(run: RunFolder, config: "Config") -> int:
+    """Return the step of the best checkpoint. Raises `CheckpointError` where the run has none."""
+    if (best := config.run.keep_best) is None:
+        raise CheckpointError(f"{run.path / 'config.yaml'} has no run.keep_best, which says what is best; give a step")
+    if not (steps := checkpoint.ranking(run, best)):
+        raise CheckpointError(f"no checkpoint of {run.path} has the metric {best.metric!r} of run.keep_best")
+    return steps[0]
 
 
 def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -> checkpoint.Checkpoint:

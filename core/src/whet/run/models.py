@@ -28,7 +28,6 @@ from whet.run.startup_time import Startup
 from whet.run.weight_sync import WeightSync, make_weight_sync
 
 if TYPE_CHECKING:
-    from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator
     from whet.interfaces.workers import WorkerGroup
     from whet.rollout.event_loop import EpisodeLoop
@@ -73,7 +72,7 @@ class Models:
     loop: "EpisodeLoop"
     backend: BackendHandle
     generator: GeneratorHandle | None
-    trained: "Mapping[str, Backend]"
+    trained: Mapping[str, BackendHandle]
     """The models that are trained, by the names of their folders in a checkpoint."""
     older: Sequence[OlderSelf] = ()
     """The roles that generate with older weights of the policy."""

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 FREE = {
     "run": (
-        "folder", "steps", "epochs", "save_every", "keep", "resume", "export", "allow_changed", "private_records",
+        "folder", "steps", "epochs", "save_every", "keep", "keep_best", "save_in_background", "time_limit", "resume",
+        "export", "allow_changed", "private_records",
     ),
     "rollout": (
         "retries", "infrastructure_retries", "max_failed_groups", "max_infrastructure_groups", "max_filtered_groups",

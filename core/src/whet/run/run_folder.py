@@ -135,8 +135,8 @@ class RunFolder:
         self.listener(event)
 
     def publish_later(self, name: str, make: Callable[[], Event]) -> None:
-        """Make and append the rows of an event on another thread. The next call or `sync` tells the listener, or raises
-        what failed.
+        """Make and append the rows of an event on another thread. The next call or `settle` tells the listener, or
+        raises what failed.
         """
 
         def write() -> Event:
@@ -154,8 +154,7 @@ class RunFolder:
             self.listener(writing.result())
 
     def sync(self) -> None:
-        """Make the rows of all steps so far durable, as is needed before a checkpoint that builds on them."""
-        self.settle()
+        """Make the rows that are written durable, as is needed before a checkpoint that builds on them."""
         for name in (*STEPS, "journal.jsonl"):
             file = self.path / name
             if file.exists():

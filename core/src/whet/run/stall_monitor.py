@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LOOKS = 8
 """How often a wait is looked at before it is reported."""
 SLOWEST_LOOK_SECONDS = 5.0
-BACKGROUND = frozenset({"generate"})
+BACKGROUND = frozenset({"generate", "write"})
 """Phases that go on in the background. The driver does not wait for them."""
 DEEPEST_STACK = 12
 

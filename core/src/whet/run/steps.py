@@ -23,13 +23,20 @@ from whet.data.metrics import Metric
 from whet.data.randomness import derive_seed
 from whet.data.spans import Spans
 from whet.interfaces.logger import Event
-from whet.run.interrupts import Interrupts, acknowledge, on_signals
+from whet.run.background import Background
+from whet.run.interrupts import Interrupts, acknowledge, announce, on_signals
 from whet.run.run_folder import RunFolder
 from whet.run.startup_time import BEFORE, Startup
 
 if TYPE_CHECKING:
     from whet.config.sections import RunSection
     from whet.data.batch import Batch
+
+
+MARGIN, SPARE_SECONDS = 1.2, 20.0
+"""A step and a save are expected to take this times the longest so far, and the end of the run this many seconds."""
+UNKNOWN_SAVE_SECONDS = 60.0
+"""A first save is expected to take as long as a step, and at least this many seconds."""
 
 
 class Interrupted(BaseException):
@@ -77,9 +84,11 @@ class Sinks:
     log: Callable[[int, Mapping[str, float]], None]
     """Send metrics to loggers and hooks."""
     save: Callable[[int, Mapping[str, Any], bool], None]
-    """(step, what the algorithm carries, whether a signal ends the run): write a checkpoint."""
+    """(step, what the algorithm carries, whether a signal ends the run): write a checkpoint, or begin to."""
     gather: Callable[[], Mapping[str, Metric]]
     """Return metrics that others collected meanwhile, e.g. the rollout stream."""
+    saving: Background = field(factory=Background)
+    """What `save` has begun."""
 
 
 class Steps:
@@ -106,6 +115,9 @@ class Steps:
         self.publish = run.publish
         self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
         self._saved = done
+        self._limits: list[tuple[float, str]] = []
+        self._longest = 0.0
+        """Seconds of the longest step of this run attempt. The first counts only while it is the only one."""
         self._interrupts = interrupts or Interrupts()
         self._doing: Literal["", "waiting", "evaluating", "saving"] = ""
         """The present activity: a wait that a signal ends, an evaluation, or a save."""
@@ -125,6 +137,7 @@ class Steps:
             if self._before:
                 self._record(0, self._before)
             while self.done < self.total and self.stopped_by is None:
+                self._sinks.saving.check()
                 self._began = time.perf_counter()
                 number = self.done + 1
                 step = Step(number, derive_seed(self._section.seed, "step", number), self)
@@ -137,6 +150,10 @@ class Steps:
     def stop(self) -> None:
         """See `whet.interfaces.algorithm.Steps.stop`."""
         self.stopped_by = self.stopped_by or signal.SIGTERM
+
+    def end_by(self, moment: float, why: str) -> None:
+        """See `whet.interfaces.algorithm.Steps.end_by`."""
+        self._limits.append((moment, why))
 
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
         """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
@@ -157,6 +174,9 @@ class Steps:
         self._record(number, merged, batch.tokens)
         self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
         self._run.journal("step", step=number, **consumed)
+        seconds = time.perf_counter() - self._began
+        self._longest = max(self._longest, seconds) if number > self._first + 1 else seconds
+        self._mind_time()
         if step.due(section.save_every):
             self._save()
 
@@ -190,9 +210,21 @@ class Steps:
 
     def _save(self) -> None:
         with self._while("saving"), self._spans.phase("run", "save"):
-            self._run.sync()
+            self._run.settle()
             self._sinks.save(self.done, self.saved_state, self.stopped_by is not None)
         self._saved = self.done
+
+    def _mind_time(self) -> None:
+        """End the run as SIGTERM does, if the time left before the nearest limit is too short for a step and a save."""
+        if not self._limits or self.stopped_by is not None or self.is_last(self.done):
+            return
+        moment, why = min(self._limits)
+        saving, left = self._sinks.saving, moment - time.time()
+        save = (saving.longest or max(self._longest, UNKNOWN_SAVE_SECONDS)) * (1 + saving.busy)
+        if left < MARGIN * (self._longest + save) + SPARE_SECONDS:
+            self.stop()
+            took = f"a step took up to {self._longest:.0f} s, and a save is expected to take {save:.0f} s"
+            announce(f"{why} in {left:.0f} s; {took}: saving step {self.done}, then ending")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -203,7 +235,8 @@ class Steps:
             yield
 
     def _stop(self, number: int) -> None:
-        again, self.stopped_by = self.stopped_by is not None, number
+        # A warning that a scheduler sends before SIGTERM ends the run in the same way.
+        again, self.stopped_by = self.stopped_by is not None, signal.SIGTERM if number == signal.SIGUSR1 else number
         if again and number == signal.SIGINT:
             self._interrupts.at_once()
         if not again:
@@ -214,7 +247,7 @@ class Steps:
     def _what_follows(self) -> str:
         """Return the words for what happens after a signal, and after a second Ctrl-C."""
         again = "; Ctrl-C again ends at once, without saving"
-        if self._doing == "saving":
+        if self._doing == "saving" or (self._saved == self.done and self._current is None and self._sinks.saving.busy):
             return f"saving step {self.done}, then ending{again}"
         if self._doing == "evaluating":
             return f"finishing the evaluation after step {self._current}, then saving{again}"
@@ -226,7 +259,12 @@ class Steps:
         return f"ending; {kept}; Ctrl-C again ends at once"
 
     def save_now(self) -> None:
-        """Save the last finished step, unless that is done. A second SIGTERM does not cut it short."""
-        if self._saved != self.done:
-            with on_signals(self._stop):
+        """Save the last finished step, unless that is done, and wait for the save that is under way.
+
+        A second SIGTERM does not cut it short.
+        """
+        with on_signals(self._stop):
+            if self._saved != self.done:
                 self._save()
+            with self._while("saving"), self._spans.phase("run", "save"):
+                self._sinks.saving.wait()

@@ -14,7 +14,6 @@ fork, and starts its process in the normal way.
 """
 
 import ctypes
-import gc
 import os
 import select
 import signal
@@ -199,7 +198,6 @@ def main() -> None:
     wanted = decode(receive(driver))
     import_from(wanted["path"], wanted["add"])
     import_ahead(wanted["modules"])
-    gc.freeze()  # otherwise garbage collection would soon copy this memory into every process
     send(driver, encode({"imported": time.time()}))
     order = ForkServer(driver).serve()
     if order is not None:

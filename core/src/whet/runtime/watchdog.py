@@ -101,11 +101,12 @@ def die_with(parent: int) -> None:
 
 
 def leave_signals_to_driver() -> None:
-    """Ignore SIGTERM, SIGINT and SIGHUP. Job managers send them to all processes, but the driver must save first.
+    """Ignore SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 
+    Job managers send them to all processes, but the driver must save first.
     An empty handler ignores them rather than SIG_IGN, because programs that this process starts would inherit SIG_IGN.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
 
 

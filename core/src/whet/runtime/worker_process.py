@@ -9,6 +9,7 @@ A process has only one compute thread, so it has one pool of OpenMP threads, and
 
 import asyncio
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -277,10 +278,16 @@ def import_from(path: list[str], add: list[str]) -> None:
 
 
 def import_ahead(modules: list[str]) -> None:
-    """Import modules before they are needed. An import that fails here raises its error where it is needed."""
+    """Import modules before they are needed. An import that fails here raises its error where it is needed.
+
+    The garbage collector rests meanwhile, and then leaves the modules alone: after a fork it would copy their memory.
+    """
+    gc.disable()
     for module in modules:
         with suppress(Exception):
             importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def _end_all() -> NoReturn:
@@ -303,6 +310,7 @@ def host_workers(connection: socket.socket, name: str) -> None:
     hosted.start()
     _compute.run()
     hosted.close()
+    gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
 
 
 def main() -> None:
@@ -315,8 +323,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from whet.runtime import (
-        worker_process,  # this file is `__main__` here, but workers import the module and use its compute thread
-    )
+    from whet.runtime import worker_process  # not this file, `__main__`: workers use the module's compute thread
 
     worker_process.main()

@@ -20,6 +20,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1, "head_dim": 24, "hidden": 96, "tied": True},
     "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
     "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
+    "qwen3_moe": {"family": "qwen3_moe", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": True},
+    "mixtral": {"family": "mixtral", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": False, "experts": 4},
 }
 LOSS = Spec("whet_testing.losses:Weighted")
 
@@ -134,7 +136,7 @@ def _gradients() -> Callable[..., dict[str, torch.Tensor]]:
     return gradients
 
 
-@pytest.fixture(name="make_batch")
+@pytest.fixture(name="make_batch", scope="session")
 def _make_batch() -> Callable[..., Batch]:
     return make_batch
 

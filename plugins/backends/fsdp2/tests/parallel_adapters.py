@@ -8,9 +8,9 @@ import torch
 
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.config import LoraConfig
-from whet_fsdp2.feed import Root
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.ranks import Ranks
+from whet_fsdp2.root import Root
 
 
 class ParallelAdapters:
@@ -34,7 +34,7 @@ class ParallelAdapters:
             for weight, pair in adapters.pairs.items():
                 for target, drawn in zip(pair, adapters.at(weight) or (), strict=True):
                     target.copy_(drawn)
-        weights = AdapterWeights(Root(model, 0), adapters)
+        weights = AdapterWeights(Root(model, 0), adapters, size)
         draw = torch.Generator().manual_seed(0)
         for length in (11, 7):
             ids = torch.randint(3, 200, (2, length), generator=draw)
@@ -42,7 +42,7 @@ class ParallelAdapters:
             torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         with torch.no_grad():
             without_gradient = model(input_ids=ids, use_cache=False).logits
-        weights.complete_gradients(size, 1)
+        weights.complete_gradients()
         found = {f"gradient {name}": tensor.grad for name, tensor in weights.trained.items()}
         merged = {f"merged {name}": tensor for name, tensor in weights.computing()}
         outputs = {"logits": logits.detach(), "without gradient": without_gradient}

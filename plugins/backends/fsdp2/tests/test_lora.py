@@ -292,7 +292,7 @@ def test_a_value_head_is_trained_whole_beside_the_adapter(make_worker, batch, tm
 
     for dtype in ("float32", "bfloat16"):
         worker = make_worker(head="value", lora=LORA, dtype=dtype)
-        head = worker._root.model.score.weight
+        head = worker._adapters.head
         start = head.detach().clone()
         column = batch.with_columns(returns=np.linspace(-1, 1, batch.tokens).astype(np.float32))
         losses = [worker.train(column, VALUES)["loss"].number() for _ in range(5)]

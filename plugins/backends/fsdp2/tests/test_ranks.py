@@ -12,6 +12,7 @@ from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, LoraConfig, OptimizerConfig
+from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 
@@ -85,7 +86,9 @@ def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
     for batch in batches[:2]:
         expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=1e-5)
-    two.save(tmp_path / "of-two").result()
+    pending = two.save_in_background(tmp_path / "of-two")
+    pending.taken()
+    pending.result()
     one.load(tmp_path / "of-two")
     for batch in batches[:2]:
         expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (two, one))
@@ -181,6 +184,32 @@ def test_adapters_of_a_split_model_have_the_gradients_of_the_whole_one(cluster, 
                 assert all(np.abs(array).max() > 1e-4 for name, array in expected.items() if "gradient" in name[:8])
     finally:
         workers.close()
+
+
+@pytest.mark.parametrize(
+    ("split", "experts"),
+    [({"tensor": 2}, False), ({"context": 2}, False), ({"tensor": 2}, True), ({"expert": 2}, True)],
+)
+def test_an_adapter_is_trained_as_on_one_rank_however_the_model_is_split(
+    cluster, folders, moe, make_batch, tmp_path, split, experts
+):
+    lora = LoraConfig(rank=4, experts=experts)
+    common = {"lora": lora, "optimizer": OptimizerConfig(lr=1e-2, eps=1e-4), "micro_batch_tokens": 60}
+    backends = []
+    for size, parallel in ((1, {}), (2, split)):
+        place = cluster.worker_group("backend", size) if size > 1 else None
+        context = make_context(tmp_path / f"{size}", "backend", moe if experts else folders("qwen3"), place)
+        backends.append(Fsdp2Backend(Fsdp2Config(**common, parallel=ParallelConfig(**parallel)), context))
+    try:
+        for seed in range(3):
+            expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in backends)
+            assert found == pytest.approx(expected, rel=1e-4)
+        for weights in ("policy", "reference", "trial"):
+            expected, found = (b.score(make_batch(), ("logprobs",), weights)["logprobs"] for b in backends)
+            np.testing.assert_allclose(found, expected, atol=2e-4)
+    finally:
+        for backend in backends:
+            backend.close()
 
 
 def test_two_ranks_train_an_adapter_in_bfloat16_and_a_value_head(backends, make_batch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from whet.component import Spec
 from whet.data.batch import concatenate
 from whet.errors import WhetError
-from whet_fsdp2.feed import Root
+from whet_fsdp2.root import Root
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied"]
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")

@@ -59,22 +59,24 @@ def packed_attention(
     if whet_plan is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments on to its attention")
     _refuse_unsupported(whet_plan, query, value, attention_mask, dropout, more)
-    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-    scale = dim**-0.5 if scaling is None else float(scaling)
-    if query.device.type != "cpu":
-        rows = whet_plan.for_rows(query.device)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attend_rows(q, k, v, rows, scale)[None], None
-    plan = whet_plan.for_heads(heads, kv_heads, query.device)
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if (piece := whet_plan.piece) is None:
+        return _attend(q, k, v, whet_plan, scale)[None], None
+    q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
+    return piece.to_tokens(_attend(q, k, v, whet_plan, scale))[None], None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Return attention over a whole row: q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]."""
+    if q.device.type != "cpu":
+        return attend_rows(q, k, v, plan.for_rows(q.device), scale)
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     out: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
-        _as_rows(query), _as_rows(key), _as_rows(value), plan, heads, kv_heads, scale
-    )
-    return out.to(query.dtype).view(1, -1, heads, dim), None
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """Return the heads as rows: [1, heads, T, d] -> [T * heads, d]."""
-    return x[0].transpose(0, 1).reshape(-1, x.shape[3])
+        q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim), plan.for_heads(heads, kv_heads, q.device),
+        heads, kv_heads, scale,
+    )  # fmt: skip
+    return out.to(q.dtype).view(-1, heads, dim)
 
 
 def _refuse_unsupported(

@@ -18,6 +18,7 @@ from whet.interfaces.backend import Weights
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Pending, RoleContext, Workers
 from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.saving import BackgroundSave
 
 _ROW = "whet_fsdp2_row"
 
@@ -75,6 +76,10 @@ class Fsdp2Backend:
     def save(self, folder: Path) -> Pending:
         """Start to save weights, optimizer and schedule. The returned call is done when the files are durable."""
         return self._awake.start("save", str(folder), phase="save")
+
+    def save_in_background(self, folder: Path) -> BackgroundSave:
+        """Start to copy weights, optimizer and schedule, and to write the copy."""
+        return BackgroundSave(self._awake, folder)
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks."""

@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from whet_fsdp2.context import Piece
 from whet_fsdp2.layout import Ints, bins, ranges
 from whet_fsdp2.portable import RowPlan, plan_rows
 
@@ -77,6 +78,8 @@ class AttentionPlan:
     """[S] tokens of each segment."""
     prefix: Ints
     """[S] the prefix segment of each segment, or -1. Segments with a prefix come last."""
+    piece: Piece | None = None
+    """This rank's part of the row, if ranks share it."""
     reach: int = 0
     """A minimum for `longest`. Set while a model is probed, to stand for longer sequences than the probe has."""
     _made: dict[tuple[int, int, torch.device], HeadPlan] = field(factory=dict, init=False)

@@ -1,10 +1,15 @@
-"""A policy's weights and optimizer state as safetensors with a JSON index. No pickle; any tool can read the files.
+"""A policy's weights and optimizer state as safetensors with JSON indices. No pickle; any tool can read the files.
 
-    backend.json             index: name -> shape, dtype, file; optimizer and its steps; the backend that wrote it
-    tensors-00001.safetensors ...
+    backend.json                  rank 0: number of ranks, optimizer and its steps, the backend that wrote it; and
+                                  its tensors: key -> shape, dtype, file
+    rank-0001.json                rank 1: its tensors
+    tensors-00001.safetensors     of rank 0
+    rank-0001-tensors-00001.safetensors
 
-Each tensor is stored whole, so a checkpoint loads on any number of ranks. Every rank takes part in the gathering;
-rank 0 writes.
+Every rank writes the numbers that it holds, so no rank gathers a tensor. A key is the name of a tensor, or `name@8,0`
+for a part of it that begins at row 8. A checkpoint loads on any number of ranks and with any parallelism: each rank
+reads the regions that it needs. `torch.distributed.checkpoint` is not used: its index is a pickle, and its writer of
+safetensors holds a rank's whole file in memory, and cannot write two regions of one tensor.
 """
 
 import json
@@ -15,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from whet.data.files import disk_errors, use_umask
 from whet.errors import CheckpointError
+from whet_fsdp2.regions import Region, regions, writes
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 holds whole tensors, all written by rank 0."""
 STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
 """The tensors that each kind of optimizer holds for a weight."""
 _FINITE = ("weights", *(moment for moments in STATE.values() for moment in moments))
@@ -30,25 +39,33 @@ FILE_BYTES = 2 << 30
 """A file is written as soon as the collected tensors reach this size."""
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any], writes: bool) -> None:
-    """Write tensors, and `extra` into the index, durably. Ranks that do not write still take part in the gathering."""
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
+def parts(name: str, tensor: Tensor, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of a tensor that this rank writes, by their keys."""
+    if not writes(tensor, rank):
+        return
+    for region, part in regions(tensor):
+        whole = part.shape == tensor.shape
+        yield name if whole else f"{name}@{','.join(map(str, region.begin))}", part
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, extra: Mapping[str, Any], rank: int) -> None:
+    """Write the parts of one rank durably. Rank 0 writes `extra` into its index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"rank-{rank:04d}"
     index: dict[str, Any] = {}
     for number, chunk in enumerate(_chunks(tensors), 1):
-        name = f"tensors-{number:05d}.safetensors"
-        if writes:
-            with disk_errors(folder / name):
-                _write_file(folder / name, chunk)
+        name = f"{stem + '-' if rank else ''}tensors-{number:05d}.safetensors"
+        with disk_errors(folder / name):
+            _write_file(folder / name, chunk)
         for key, tensor in chunk.items():
             index[key] = {"file": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    if writes:
-        document = {"format": FORMAT, **extra, "tensors": index}
-        with disk_errors(folder / INDEX), (folder / INDEX).open("w", encoding="utf-8") as stream:
-            json.dump(document, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync_folder(folder)
+    document = {"format": FORMAT, **({} if rank else extra), "tensors": index}
+    path = folder / (f"{stem}.json" if rank else INDEX)
+    with disk_errors(path), path.open("w", encoding="utf-8") as stream:
+        json.dump(document, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync_folder(folder)
 
 
 def _chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -81,15 +98,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+@frozen
+class _Part:
+    """A part of a tensor in a file."""
+
+    key: str
+    region: Region
+    dtype: str
+    file: str
+
+
 class Saved:
     """A checkpoint folder that `write` made. Raises `CheckpointError` if the checkpoint is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        document = self._index(INDEX)
         try:
-            document = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            self.tensors: dict[str, Any] = document["tensors"]
-            format_ = document["format"]
             self.steps: dict[str, float] = {name: float(step) for name, step in document["steps"].items()}
             """Optimizer steps of each weight that the optimizer has updated."""
             self.optimizer_steps = int(document["optimizer_steps"])
@@ -97,20 +122,56 @@ class Saved:
             """The kind of optimizer that this is the state of. Checkpoints that do not name it are of AdamW."""
             if not all(0 <= step < math.inf for step in (*self.steps.values(), self.optimizer_steps)):
                 raise ValueError("its numbers of optimizer steps must be finite and not negative")
-            for entry in self.tensors.values():
-                _ = Path(entry["file"]), list(entry["shape"]), str(entry["dtype"])
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder} holds no {INDEX}, so it is no checkpoint of this backend") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            ranks = int(document.get("ranks", 1))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
-        if format_ != FORMAT:
+        self._parts: dict[str, list[_Part]] = {}
+        self._list(document, INDEX)
+        for rank in range(1, ranks):
+            name = f"rank-{rank:04d}.json"
+            self._list(self._index(name), name)
+
+    def _index(self, name: str) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            found = document["format"]
+        except FileNotFoundError:
             raise CheckpointError(
-                f"{folder / INDEX} has format {format_}, wanted {FORMAT}; load it with the whet of then"
+                f"{self.folder} holds no {name}, so it is no checkpoint of this backend, or an incomplete one"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error!r}") from error
+        if found not in READABLE:
+            raise CheckpointError(
+                f"{self.folder / name} has format {found}, wanted {FORMAT}; load it with the whet of then"
             )
+        return document
+
+    def _list(self, document: Mapping[str, Any], index: str) -> None:
+        try:
+            for key, entry in document["tensors"].items():
+                name, _, begin = key.partition("@")
+                size = tuple(int(n) for n in entry["shape"])
+                first = tuple(int(n) for n in begin.split(",")) if begin else (0,) * len(size)
+                if len(first) != len(size) or min((*first, *size), default=0) < 0:
+                    raise ValueError(f"{key} cannot have the shape {size}")
+                part = _Part(key, Region(first, size), str(entry["dtype"]), Path(entry["file"]).name)
+                self._parts.setdefault(name, []).append(part)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{self.folder / index} cannot be read: {error!r}") from error
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the tensors of a kind: `weights`, `buffers`, or a moment."""
+        return [name.partition("/")[2] for name in self._parts if name.startswith(f"{kind}/")]
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor, as far as its parts reach."""
+        ends = [[b + s for b, s in zip(p.region.begin, p.region.size, strict=True)] for p in self._parts[name]]
+        return [max(column) for column in zip(*ends, strict=True)]
 
     def refuse_others(self, wanted: Mapping[str, Iterable[int]]) -> None:
         """Raise `CheckpointError`, with the first differences, unless the weights have the wanted names and shapes."""
-        found = {name: list(entry["shape"]) for name, entry in self.tensors.items() if name.startswith("weights/")}
+        found = {f"weights/{name}": self.shape(f"weights/{name}") for name in self.names("weights")}
         expected = {name: list(shape) for name, shape in wanted.items()}
         problems = [f"{n} is missing" for n in expected if n not in found]
         problems += [f"{n} is not in the model" for n in found if n not in expected]
@@ -123,28 +184,44 @@ class Saved:
             more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
             raise CheckpointError(f"{self.folder} is of another model: {'; '.join(problems[:4])}{more}")
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors, file by file."""
+    def read_into(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill this rank's shards of the named tensors. Only the regions that it holds are read."""
+        by_file: dict[str, list[tuple[_Part, Region, Region, Tensor]]] = {}
+        for name, tensor in tensors:
+            if name not in self._parts:
+                raise CheckpointError(f"{self.folder / INDEX} does not list {name}: the checkpoint is incomplete")
+            for region, target in regions(tensor):
+                left = target.numel()
+                for part in self._parts[name]:
+                    if (shared := region.overlap(part.region)) is not None or not target.ndim:
+                        shared = shared or region
+                        by_file.setdefault(part.file, []).append((part, shared, region, target))
+                        left -= math.prod(shared.size)
+                if left:
+                    words = f"{left} of {target.numel()} values of {name}, from {list(region.begin)} on, are missing"
+                    raise CheckpointError(f"{self.folder}: {words}: the checkpoint is incomplete or damaged")
+        for file, members in by_file.items():
+            self._fill(self.folder / file, members)
+
+    def _fill(self, path: Path, members: list[tuple[_Part, Region, Region, Tensor]]) -> None:
         from safetensors import SafetensorError, safe_open
 
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            if name not in self.tensors:
-                raise CheckpointError(f"{self.folder / INDEX} does not list {name}: the checkpoint is incomplete")
-            by_file.setdefault(str(self.tensors[name]["file"]), []).append(name)
-        for file, members in by_file.items():
-            path = self.folder / Path(file).name
-            try:
-                with safe_open(path, framework="pt") as stream:
-                    for name in members:
-                        yield name, _checked(path, name, stream.get_tensor(name), self.tensors[name])
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} is damaged: {error}") from error
+        try:
+            with safe_open(path, framework="pt") as stream:
+                for part, shared, region, target in members:
+                    stored = stream.get_slice(part.key)
+                    shape, dtype = tuple(stored.get_shape()), getattr(torch, part.dtype, None)
+                    value = stored[shared.within(part.region)] if shape else stream.get_tensor(part.key)
+                    if shape != part.region.size or value.dtype != dtype:
+                        words = f"holds {part.key} as {value.dtype} {list(shape)}, its index says {part}"
+                        raise CheckpointError(f"{path} {words}")
+                    _refuse_impossible(path, part.key, value)
+                    target[shared.within(region)].copy_(value)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _checked(path: Path, name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    if list(tensor.shape) != list(entry["shape"]) or tensor.dtype != getattr(torch, str(entry["dtype"]), None):
-        raise CheckpointError(f"{path} holds {name} as {tensor.dtype} {list(tensor.shape)}, its index says {entry}")
+def _refuse_impossible(path: Path, name: str, tensor: Tensor) -> None:
     if name.partition("/")[0] in _FINITE and not torch.isfinite(tensor).all():
         count = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(
@@ -153,4 +230,3 @@ def _checked(path: Path, name: str, tensor: Tensor, entry: Mapping[str, Any]) ->
         )
     if name.startswith("exp_avg_sq/") and (tensor < 0).any():
         raise CheckpointError(f"{path} holds {name} with values below 0, and it is a mean of squares")
-    return tensor

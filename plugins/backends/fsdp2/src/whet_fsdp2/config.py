@@ -12,6 +12,7 @@ from whet.component import AdapterInfo, BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
+from whet_fsdp2.parallel import ParallelConfig, problems
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -138,6 +139,8 @@ class Fsdp2Config:
     """The optimizer."""
     schedule: ScheduleConfig = attrs.Factory(ScheduleConfig)
     """The learning rate over optimizer steps."""
+    parallel: ParallelConfig = attrs.Factory(ParallelConfig)
+    """How ranks share the model. By default FSDP2 shards weights, gradients and moments over all ranks."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
@@ -181,6 +184,8 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         outputs_given=outputs(config),
         weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
         adapter=adapter_info(config.lora) if config.lora else None,
+        ranks=config.parallel.least_ranks,
+        problems=partial(problems, config.parallel, model, config.layout),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),

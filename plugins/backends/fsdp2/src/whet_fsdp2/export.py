@@ -1,11 +1,16 @@
-"""The files beside the weights in a model folder."""
+"""The files of an exported model folder: weights, config, and what is copied from the folder that was trained."""
 
+import copy
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from whet.data.chat import ChatTokenizer
+from whet.data.files import use_umask
 from whet.data.messages import Message
 from whet.errors import DataError
 
@@ -13,6 +18,56 @@ COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
 )  # fmt: skip
+
+
+FILE_BYTES = 4 << 30
+"""A file of weights is written as soon as the collected tensors reach this size."""
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write weights as `transformers` names their files. At most `FILE_BYTES` and a tensor are in memory at a time."""
+    files, listed, total = list[Path](), dict[str, int](), 0
+    chunk, size = dict[str, Tensor](), 0
+    for name, tensor in weights:
+        chunk[name] = tensor.detach().cpu().contiguous()
+        size += chunk[name].nbytes
+        if size >= FILE_BYTES:
+            files.append(_write_file(folder, len(files), chunk))
+            listed |= dict.fromkeys(chunk, len(files))
+            total, chunk, size = total + size, {}, 0
+    if chunk or not files:
+        files.append(_write_file(folder, len(files), chunk))
+        listed |= dict.fromkeys(chunk, len(files))
+        total += size
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    names = {n: f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)}
+    for number, file in enumerate(files, 1):
+        file.rename(folder / names[number])
+    index = {"metadata": {"total_size": total}, "weight_map": {name: names[n] for name, n in listed.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_file(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    path = folder / f"model-{number + 1:05d}.partial"
+    save_file(tensors, path, metadata={"format": "pt"})
+    use_umask(path)
+    return path
+
+
+def write_config(model: Any, folder: Path, dtype: Any) -> None:
+    """Write the config and the generation config of a model, as one process would load it."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if hasattr(config, "distributed_config"):
+        del config.distributed_config
+    config.save_pretrained(folder)
+    if model.can_generate() and not (folder / "generation_config.json").exists():
+        model.generation_config.save_pretrained(folder)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,24 +14,31 @@ from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
-from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, spread
+from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
+from whet_fsdp2.ranks import Ranks
+from whet_fsdp2.root import AnyRoot, Root, ValueRoot
+from whet_fsdp2.sharding import local, shard_like, sharding
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-4
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference of logprobs between two computations that must agree, relative to the size of the logprobs."""
 
 
 NEW_HEAD = "score.weight"
 
 
-def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
-    """Return the model of a local folder, in float32. Raises `WhetError` if weights are missing, odd or damaged.
+def load_model(
+    info: ModelInfo, head: str = "lm", seed: int = 0, *, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None,
+    reshard_after_forward: bool = True, low_precision: bool = False,
+) -> Any:  # fmt: skip
+    """Return the model of a local folder. Raises `WhetError` if weights are missing, odd or damaged.
 
-    If the folder has no `value` head, a new head is drawn from the seed.
+    With several `ranks` each rank reads its shards only, and `low_precision` computes in bfloat16. If the folder has no
+    `value` head, a new head is drawn from the seed.
     """
     import transformers
 
@@ -40,17 +47,22 @@ def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
         else (transformers.AutoModelForCausalLM, {})
     )  # fmt: skip
     try:
-        with quiet():
+        with quiet(), ExitStack() as stack:
+            if ranks is not None and ranks.size > 1:
+                keep = not reshard_after_forward
+                more |= {"distributed_config": stack.enter_context(sharding(ranks, low_precision, keep))}
             model, report = kind.from_pretrained(
                 info.path,
                 **more,
-                dtype=torch.float32,
+                dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=info.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported, and refused below by name
                 output_loading_info=True,
             )
+    except ConfigError:
+        raise
     except Exception as error:  # safetensors, transformers and remote code each raise their own
         raise WhetError(f"model.path: the model in {info.path} cannot be loaded: {error}") from error
     missing = report.get("missing_keys") or ()
@@ -70,7 +82,8 @@ def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
 def _draw_head(weight: torch.Tensor, seed: int) -> None:
     """Fill a value head from N(0, 1/(hidden size + 1)): Stiennon et al. 2020 (arXiv:2009.01325), appendix B.1."""
     draw = randomness.generator(seed, "value head").standard_normal(tuple(weight.shape), np.float32)
-    weight.copy_(torch.from_numpy(draw / np.float32(np.sqrt(weight.shape[1] + 1))))
+    value = torch.from_numpy(draw / np.float32(np.sqrt(weight.shape[1] + 1)))
+    local(weight).copy_(local(shard_like(value, weight)))
 
 
 @contextmanager
@@ -115,25 +128,31 @@ def _refuse_incomplete(path: str, report: Any) -> None:
             )
 
 
-def prepare(model: Any, wanted: str, chunk: int, longest: int, head: str = "lm") -> tuple[AnyRoot, Layout]:
+def prepare(
+    model: Any, wanted: str, chunk: int, longest: int, head: str = "lm", context: Any = None
+) -> tuple[AnyRoot, Layout]:
     """Return the model as a `Root` or `ValueRoot`, and the layout for sequences up to `longest`.
+
+    `context`: the process group of the ranks that share rows.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
     """
-    root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
     batch = _probe(model)
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
+        root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)
         _check_head(root, batch, expected)
         if wanted == "padded":
             return root, "padded"
         layout: Layout = "packed" if wanted == "packed" else "shared"
-        problem = _try_packed(root, batch, layout, longest, expected)
+        problem = _try_packed(root, batch, layout, longest, expected, context)
     if problem is None:
         return root, layout
+    if context is not None:
+        raise ConfigError(f"backend.parallel.context: packed rows do not work for {type(model).__name__}: {problem}")
     if wanted != "auto":
         raise ConfigError(
             f"backend.layout: {wanted!r} does not work for {type(model).__name__}: {problem}; use `layout: padded`"
@@ -159,14 +178,20 @@ def _probe(model: Any) -> Batch:
 
 def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
     """Return logprobs or values [N] of the model's own forward pass, one sequence at a time."""
-    device = model.get_input_embeddings().weight.device
+    device = local(model.get_input_embeddings().weight).device
+
+    def values(tokens: torch.Tensor) -> torch.Tensor:
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return model.score(hidden)[0, :, 0].float()  # type: ignore[no-any-return]  # a module of transformers
+
+    if head == "value":
+        model.forward = values  # the model has to be called itself, see `whet_fsdp2.root`
     found = []
     for one in range(batch.sequences):
         part = batch.take([one])
         tokens = torch.from_numpy(part["tokens"]).to(device)
         if head == "value":
-            hidden = model.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
-            outputs = model.score(hidden)[:, 0].float()
+            outputs = model(tokens[None, :-1])
         else:
             logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
             outputs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
@@ -179,7 +204,20 @@ def _outputs(root: AnyRoot, one: Feed) -> np.ndarray[Any, Any]:
 
 
 def _device(root: AnyRoot) -> torch.device:
-    return torch.device(root.model.get_input_embeddings().weight.device)
+    return local(root.model.get_input_embeddings().weight).device
+
+
+def _tolerance(root: AnyRoot) -> float:
+    return TOLERANCE.get(compute_dtype(root.model), TOLERANCE[torch.float32])
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """Return the dtype of the forward pass: that of the weights, or the one to which FSDP2 casts them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    policy = model._get_fsdp_state()._mp_policy.param_dtype if isinstance(model, FSDPModule) else None
+    dtype: torch.dtype = policy or next(model.parameters()).dtype
+    return dtype
 
 
 def _differ(found: Any, expected: Any) -> float:
@@ -200,23 +238,23 @@ def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
 
 def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
     off = _differ(_outputs(root, feed(batch, "padded", _device(root))), expected)
-    if not off <= TOLERANCE:
+    if not off <= _tolerance(root):
         raise ConfigError(
             f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
             f"differ by {off:.2g}); logit scaling and soft-capping are not supported by this backend yet"
         )
 
 
-def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any) -> str | None:
+def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any, context: Any) -> str | None:
     """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
     before = root.model.config._attn_implementation
     try:
         root.model.set_attn_implementation(attention.NAME)
-        one = feed(batch, layout, _device(root))
+        one = feed(batch, layout, _device(root), context)
         plan = evolve(one.arguments["whet_plan"], reach=longest)
         off = _differ(_outputs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
-        problem = None if off <= TOLERANCE else f"its {root.probe} differ by {off:.2g} from those of padded rows"
+        problem = None if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # raised by the model's own code

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from whet.data import randomness
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.config import LoraConfig, adapter_info
-from whet_fsdp2.feed import AnyRoot
 from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Pair, Slice, slice_of, wrap
-from whet_fsdp2.weights import PolicyWeights, decoder_layers, full, persistent_buffers
+from whet_fsdp2.root import AnyRoot
+from whet_fsdp2.sharding import full
+from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_weights import adapter as peft
 
 Pairs = Mapping[str, Pair]
@@ -103,7 +104,8 @@ class Adapters:
 
     def to(self, device: torch.device) -> None:
         """Move the adapters, in place."""
-        for pair in (*self.pairs.values(), *self._start.values()):
+        heads = [] if self.head is None else [(self.head,)]
+        for pair in (*self.pairs.values(), *self._start.values(), *heads):
             for matrix in pair:
                 matrix.data = matrix.data.to(device)
 
@@ -227,8 +229,9 @@ class Adapters:
 class AdapterWeights(PolicyWeights):
     """The weights of a policy that trains adapters: the masters are the adapters, and the model stays as it is."""
 
-    def __init__(self, root: AnyRoot, adapters: Adapters) -> None:
-        self.root, self.adapters = root, adapters
+    def __init__(self, root: AnyRoot, adapters: Adapters, ranks: int = 1, averaged: float = 1) -> None:
+        """`averaged`: the factor of the objective that stands for the mean which FSDP2 takes over its gradients."""
+        self.root, self.adapters, self._ranks, self._averaged = root, adapters, ranks, averaged
         self._low = []
         self.masters: dict[str, Tensor] = dict(adapters.parameters())
         self.trained = self.masters
@@ -237,39 +240,34 @@ class AdapterWeights(PolicyWeights):
     def computing(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the model's weights with the chosen adapters merged. Every rank takes part."""
         for name, parameter in self.root.model.named_parameters():
-            yield name, self.adapters.merge(name, full(parameter).detach())
+            whole = full(parameter.detach())
+            if name == f"{VALUE_HEAD}.weight" and self.adapters.head is not None:
+                whole = self.adapters.head.detach().to(whole.dtype)
+            yield name, self.adapters.merge(name, whole)
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
-
-    def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield nothing: a checkpoint has the adapters in PEFT's format."""
-        yield from ()
 
     def matrices(self) -> set[str]:
         """Return the names of the trained matrices, but for those that are stacked, and a value head."""
         return {name for name, weight in self.trained.items() if weight.ndim == 2 and not name.startswith(VALUE_HEAD)}
 
     @torch.no_grad()
-    def complete_gradients(self, ranks: int, averaged: float) -> int:
-        """Sum the gradients over all ranks, in one collective. Returns how many ranks hold the same gradients.
-
-        averaged: the factor of the objective that stands for the mean which FSDP2 takes over its gradients.
-        """
+    def complete_gradients(self) -> None:
+        """Sum the gradients over all ranks, in one collective."""
         repeated, gradients = self.adapters.repeated(), []
         for name, weight in self.trained.items():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             gradients.append(weight.grad.div_(repeated[name]) if repeated[name] > 1 else weight.grad)
-        if ranks == 1:
-            return 1
+        if self._ranks == 1:
+            return
         import torch.distributed as dist
 
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        flat.div_(averaged)
+        flat.div_(self._averaged)
         for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-        return ranks
 
 
 def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
@@ -278,7 +276,9 @@ def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     A target is the name of a layer or the end of it after a dot, or a regular expression for the whole name. Raises
     `ConfigError` if one matches none.
     """
-    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
+    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    inside = {id(module) for layer in layers for module in layer.modules()}
     heads = {id(model.get_output_embeddings()), id(getattr(model, VALUE_HEAD, None))}
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in heads}
     if not targets:
@@ -307,8 +307,7 @@ def find_experts(model: Any) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
 
 
 def _free_head(model: Any) -> nn.Parameter:
-    """Let the value head train in float32, whatever the dtype of the model."""
-    head = getattr(model, VALUE_HEAD)
-    weight: nn.Parameter = head.weight.requires_grad_(True)
-    head.forward = lambda hidden: F.linear(hidden.float(), head.weight)
-    return weight
+    """Return a value head that trains in float32, whole on every rank, in the place of the model's own."""
+    head = nn.Parameter(full(getattr(model, VALUE_HEAD).weight.detach()).float().clone())
+    getattr(model, VALUE_HEAD).forward = lambda hidden: F.linear(hidden.float(), head)
+    return head

@@ -55,9 +55,8 @@ def slice_of(weight: Any, *, transposed: bool = False) -> Slice | None:
     if not isinstance(weight, DTensor):
         return None
     mesh, placements = weight.device_mesh, weight.placements
-    names = mesh.mesh_dim_names or ("tp",)
     placement: Any
-    for name, placement in zip(names, placements, strict=True):
+    for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=False):
         if name in ("tp", "ep") and hasattr(placement, "dim"):  # a strided shard does not count as a shard
             dim, ndim = placement.dim % weight.ndim, weight.ndim
             whole = torch.arange(weight.shape[dim], device=mesh.device_type)

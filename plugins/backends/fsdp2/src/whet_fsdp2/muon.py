@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from whet_fsdp2.config import MuonConfig
-from whet_fsdp2.weights import local
+from whet_fsdp2.sharding import full, like, local, shard_like
 
 EPS = 1.0e-7
 """The least norm by which an update is divided."""
@@ -62,8 +62,12 @@ class Muon(torch.optim.Optimizer):
         for job in whole:
             self._apply(job, self._orthogonal(job.update()))
         sharded = sorted((job for job in jobs if isinstance(job.weight, DTensor)), key=lambda job: -job.cost)
-        if sharded:
-            self._share_out(sharded)
+        if by_rows := [job for job in sharded if _by_rows(job.weight)]:
+            self._share_out(by_rows)
+        for job in sharded:  # on several meshes at once every rank orthogonalizes the whole matrix
+            if not _by_rows(job.weight):
+                update = self._orthogonal(full(like(job.update().to(self._dtype), job.weight)))
+                self._apply(job, local(shard_like(update, job.weight)))
 
     def _updated(self, weight: Tensor) -> Callable[[], Tensor]:
         """Add the gradient to the momentum. Returns a function that computes the update from both."""
@@ -110,10 +114,14 @@ class Muon(torch.optim.Optimizer):
                 self._apply(job, rows.view(-1, job.weight.shape[1]))
 
 
+def _by_rows(weight: Tensor) -> bool:
+    """Return whether the ranks of one mesh share the rows of a matrix between them."""
+    return isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+
+
 def _rows(weight: Tensor, ranks: int) -> list[int]:
     """Return the number of rows of a sharded matrix that each rank holds."""
     assert isinstance(weight, DTensor)
-    assert weight.placements == (Shard(0),), weight.placements
     each = -(-weight.shape[0] // ranks)
     return [min(max(weight.shape[0] - rank * each, 0), each) for rank in range(ranks)]
 

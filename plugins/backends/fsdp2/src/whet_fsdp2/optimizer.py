@@ -12,7 +12,8 @@ from whet_fsdp2.checkpoint import STATE, Saved
 from whet_fsdp2.config import OptimizerConfig, ScheduleConfig
 from whet_fsdp2.muon import Muon
 from whet_fsdp2.schedule import learning_rate
-from whet_fsdp2.weights import PolicyWeights, local, shard_like
+from whet_fsdp2.sharding import like, local
+from whet_fsdp2.weights import PolicyWeights
 
 
 class Stepper:
@@ -27,7 +28,12 @@ class Stepper:
         """Optimizer steps taken."""
         hidden = weights.matrices() if optimizer.kind == "muon" else set()
         self._kinds = {name: "muon" if name in hidden else "adamw" for name in weights.trained}
-        groups = _groups(weights.trained, self._kinds, optimizer)
+        # AdamW is element by element, so it gets shards as plain tensors. Muon has to know how a matrix is sharded.
+        self._stepped = {
+            name: local(weight).detach() if self._kinds[name] == "adamw" and local(weight) is not weight else weight
+            for name, weight in weights.trained.items()
+        }
+        groups = _groups(self._stepped, self._kinds, optimizer)
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         if groups["adamw"]:
             self._optimizers["adamw"] = torch.optim.AdamW(
@@ -36,23 +42,21 @@ class Stepper:
         if groups["muon"]:
             self._optimizers["muon"] = Muon(groups["muon"], optimizer.muon)
 
-    def square_of_norm(self) -> Tensor:
-        """Return the sum of squares of this rank's gradients: a 0-d float64 tensor."""
-        gradients = self._weights.gradients()
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
-        return torch.stack(norms).square().sum()
-
     def step(self, norm: float, max_norm: float | None) -> float:
         """Clip by the global norm and take a step. Returns its learning rate."""
         if max_norm and norm > max_norm:
             torch._foreach_mul_(self._weights.gradients(), max_norm / norm)
         rate = self.next_rate()
+        for name, weight in self._weights.trained.items():
+            stepped = self._stepped[name]
+            if stepped is not weight:
+                stepped.grad = None if weight.grad is None else local(weight.grad)
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = self._rate(group["peak"])
             optimizer.step()
+        for stepped in self._stepped.values():
+            stepped.grad = None
         self._weights.push()
         self.steps += 1
         return rate
@@ -65,12 +69,13 @@ class Stepper:
         return learning_rate(self._schedule, peak, self.steps + 1, self._total_steps)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the moments (this rank's shards) and the step count of each weight that has been updated."""
+        """Return the moments (sharded as the weight) and the step count of each weight that has been updated."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, master in self._weights.trained.items():
-            state = self._optimizers[self._kinds[name]].state.get(master)
+            state = self._optimizers[self._kinds[name]].state.get(self._stepped[name])
             if state:
-                found[name] = {key: state[key] for key in (*STATE[self._kinds[name]], "step")}
+                moments = {key: like(local(state[key]), master) for key in STATE[self._kinds[name]]}
+                found[name] = {**moments, "step": state["step"]}
         return found
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,12 +100,12 @@ class Stepper:
             optimizer.state.clear()
         self.steps = saved.optimizer_steps
         for name, step in saved.steps.items():
-            master, kind = self._weights.trained[name], self._kinds[name]
+            master, kind, stepped = self._weights.trained[name], self._kinds[name], self._stepped[name]
             # Each weight has a step counter of its own: AdamW would count a shared one up once for each weight.
-            state = {"step": torch.tensor(step, dtype=torch.float32, device=local(master).device)}
-            for key, value in saved.read(f"{moment}/{name}" for moment in STATE[kind]):
-                state[key.partition("/")[0]] = shard_like(value, master)
-            self._optimizers[kind].state[master] = state
+            counter = torch.tensor(step, dtype=torch.float32, device=local(master).device)
+            moments = {key: torch.zeros_like(stepped) for key in STATE[kind]}
+            saved.read_into((f"{key}/{name}", like(local(moment), master)) for key, moment in moments.items())
+            self._optimizers[kind].state[stepped] = {"step": counter, **moments}
 
 
 def _groups(

@@ -1,23 +1,33 @@
-"""The collectives that the ranks of a backend need besides FSDP2's own, and a stopwatch for phases."""
+"""The process groups of a backend, the collectives that it needs besides FSDP2's own, and a stopwatch for phases."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from whet.data import metrics
 from whet.data.metrics import Metric
 from whet.errors import ConfigError, WhetError
+from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.workers import WorkerRank
+from whet.runtime.wire import decode, encode
+from whet_fsdp2.parallel import Grid, ParallelConfig
 from whet_weights.ports import shortage
 
 
 class Ranks:
     """The ranks of the backend. Joins the process group if there is more than one rank."""
 
-    def __init__(self, rank: WorkerRank) -> None:
+    def __init__(self, rank: WorkerRank, sizes: ParallelConfig | None = None) -> None:
         self.rank, self.size, self.role = rank.rank, rank.size, rank.role
         self.device = torch.device(rank.device)
+        try:
+            self.grid = Grid(rank.size, sizes or ParallelConfig())
+        except ValueError as error:
+            raise ConfigError(f"{rank.role}.{error}") from error
         self._joined = False
+        self._groups: dict[tuple[str, ...], Any] = {}
         if self.size > 1:
             import torch.distributed as dist
 
@@ -30,6 +40,7 @@ class Ranks:
                 others = f"the other role in these processes has {dist.get_world_size()} ranks"
                 raise ConfigError(f"cluster.ranks.{rank.role}: is {self.size}, but {others}; roles that train or are "
                                   "scored in shared processes have equally many")  # fmt: skip
+            self._make_groups()
 
     def _join(self, rank: WorkerRank) -> None:
         import torch.distributed as dist
@@ -42,7 +53,68 @@ class Ranks:
                 f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{shortage()}"
             ) from error
 
+    def _make_groups(self) -> None:
+        """Make the groups of ranks that share a batch shard, and of those that share its sequences. All ranks do."""
+        import torch.distributed as dist
+
+        wanted = {("context",): self.grid.sizes.context, ("tensor", "context"): self.grid.sharing}
+        for axes, size in wanted.items():
+            if size > 1:
+                every = dict.fromkeys(tuple(self.grid.members(rank, *axes)) for rank in range(self.size))
+                enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch has no types for it
+                self._groups[axes], _ = enumerate_groups(list(map(list, every)))
+
+    @property
+    def coordinates(self) -> RankCoordinates:
+        """Return the coordinates of this rank."""
+        return self.grid.coordinates(self.rank)
+
+    @property
+    def owns_shard(self) -> bool:
+        """Return whether the driver sends this rank its batch shard, and reads its results."""
+        return self.coordinates == RankCoordinates(self.coordinates.data)
+
+    @property
+    def context(self) -> Any:
+        """Return the process group of the ranks that share sequences. None: there is one such rank."""
+        return self._groups.get(("context",))
+
+    def share(self, value: Any) -> Any:
+        """Return the value of the rank that owns the batch shard, on all ranks that work on the shard."""
+        group = self._groups.get(("tensor", "context"))
+        if group is None:
+            return value
+        import torch.distributed as dist
+
+        source = self.grid.members(self.rank, "tensor", "context")[0]
+        buffers = [memoryview(buffer).cast("B") for buffer in encode(value)] if self.owns_shard else []
+        sizes = self._broadcast(np.array([len(buffers)]), 1, source, group)
+        sizes = self._broadcast(np.array([len(buffer) for buffer in buffers]), int(sizes[0]), source, group)
+        ends = np.cumsum(sizes)
+        pieces = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        sent = np.concatenate([np.zeros(0, np.uint8), *pieces])
+        mine = torch.from_numpy(sent) if self.owns_shard else torch.empty(int(ends[-1]), dtype=torch.uint8)
+        room = mine.to(self.device)
+        dist.broadcast(room, source, group=group)
+        if self.owns_shard:
+            return value
+        received: Any = room.cpu().numpy()
+        data = memoryview(received)
+        return decode([data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)])
+
+    def _broadcast(self, numbers: Any, count: int, source: int, group: Any) -> Any:
+        import torch.distributed as dist
+
+        room = torch.from_numpy(numbers) if self.owns_shard else torch.zeros(count, dtype=torch.int64)
+        room = room.to(self.device)
+        dist.broadcast(room, source, group=group)
+        return room.cpu().numpy()
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over the batch shards, in float64. Ranks that share a shard count once."""
+        return self.sum_all([float(number) if self.owns_shard else 0.0 for number in numbers])
+
+    def sum_all(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of numbers over all ranks, in float64."""
         return self._reduce(numbers, "SUM")
 

@@ -13,7 +13,7 @@ One call of `train`:
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,7 +25,7 @@ from whet.component import Spec
 from whet.config.structure import structure
 from whet.data import metrics
 from whet.data.batch import Batch
-from whet.data.files import disk_errors, use_umask
+from whet.data.files import disk_errors
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
 from whet.errors import ConfigError, WhetError
@@ -33,17 +33,19 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import adapter_files, attention, checkpoint
+from whet_fsdp2 import adapter_files, attention, checkpoint, saving
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
-from whet_fsdp2.export import copy_companions, set_padding
-from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
+from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
+from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
-from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
+from whet_fsdp2.root import AnyRoot, Root, ValueRoot
+from whet_fsdp2.sharding import local, reshard
+from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_weights.offload import Offload
 
 P = ParamSpec("P")
@@ -83,18 +85,21 @@ class Worker:
         torch.set_num_threads(rank.threads)
         self._config = structure(config, Fsdp2Config, None)
         self._info, self._longest = model, longest
-        self._ranks = Ranks(rank)
+        self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
         self._adapters: Adapters | None = None
         self._root, self._layout = self._build(model, trained)
-        low = self._low and rank.size == 1 and trained
-        adapters = self._adapters
-        self._weights = AdapterWeights(self._root, adapters) if adapters else PolicyWeights(self._root, low)
+        copied = self._low and trained and self._ranks.grid.averaged == 1
+        compute = torch.bfloat16 if self._low else torch.float32
+        self._weights = (
+            AdapterWeights(self._root, self._adapters, rank.size, self._ranks.grid.averaged) if self._adapters
+            else PolicyWeights(self._root, copied, rank.size, compute)
+        )  # fmt: skip
         self._frozen: dict[str, AnyRoot] = {}
-        if self._config.reference and adapters is None:
+        if self._config.reference and self._adapters is None:
             self._frozen["reference"], _ = self._build(model, trained=False)
         if self._config.teacher and isinstance(self._root, Root):
             info = self._teacher()
@@ -106,6 +111,7 @@ class Worker:
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
         self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._writer = saving.Writer()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
@@ -118,48 +124,39 @@ class Worker:
         return info
 
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
-        config = self._config
-        model = load_model(info, config.head, self._seed)
-        adapters = None
+        config, ranks = self._config, self._ranks
+        # Only weights that are trained have float32 masters.
+        mastered = (trained and config.lora is None) or not self._low
+        model = load_model(
+            info, config.head, self._seed, dtype=torch.float32 if mastered else torch.bfloat16, ranks=ranks,
+            reshard_after_forward=config.reshard_after_forward, low_precision=self._low and mastered,
+        )  # fmt: skip
+        if ranks.size == 1:
+            model.to(self._device)
         if trained and config.lora is not None:
-            adapters = self._adapters = Adapters(model, config.lora, self._seed, config.head)
+            self._adapters = Adapters(model, config.lora, self._seed, config.head)
+            self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
-        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
-        if trained and self._config.gradient_checkpointing:
+        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
+        if trained and config.gradient_checkpointing:
             enable_checkpointing(model)
-        model.to(self._device)
         if not trained:
             model.requires_grad_(False)
-        whole: list[Any] = []
-        if adapters is not None:
-            adapters.to(self._device)
-            whole = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self._low and (adapters is not None or (not trained and self._ranks.size == 1)):
-            for parameter in model.parameters():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(torch.bfloat16)
-        if self._ranks.size > 1:
-            shard(
-                root,
-                ranks=self._ranks.size,
-                device=self._device,
-                low_precision=self._low,
-                reshard_after_forward=self._config.reshard_after_forward,
-                whole=whole,
-            )
+        reshard(model)
         return root, layout
 
     def coordinates(self) -> RankCoordinates:
-        """Return this rank's coordinates: every rank has a batch shard of its own."""
-        return RankCoordinates(data=self._ranks.rank)
+        """Return this rank's coordinates. Ranks with the same `data` work on one batch shard."""
+        return self._ranks.coordinates
 
     # Training
 
     @_leaving_room
-    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
+    def train(self, batch: Batch | None, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
         """Take one optimizer step on this rank's share of a batch."""
         if not self._trained:
             raise WhetError("this model is frozen: nobody said that it would be trained")
+        batch, count_over = self._ranks.share([batch, count_over])
         made = self._loss(loss)
         counts = self._counts(made, batch if count_over is None else count_over)
         tokens = {"tokens": metrics.total(float(batch.tokens))}
@@ -172,9 +169,9 @@ class Worker:
         watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
         total, found = self._accumulate(self._live(batch, made), made, counts, watch)
-        equal = self._weights.complete_gradients(self._ranks.size, self._ranks.size)
-        value, square = self._ranks.sum([total, float(self._stepper.square_of_norm()) / equal])
-        norm = square**0.5
+        self._weights.complete_gradients()
+        (value,) = self._ranks.sum([total])
+        norm = self._ranks.sum_all([float(self._weights.square_of_norm())])[0] ** 0.5
         if not is_finite(value, norm):
             return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
         self._nonfinite = 0
@@ -227,8 +224,8 @@ class Worker:
                 return
             # The other ranks gather and reduce in their backward pass; this one has to take part.
             objective = outputs[self._root.probe].nan_to_num().sum() * 0.0
-        # FSDP2 averages gradients over ranks; the objective is a sum.
-        torch.autograd.backward(objective * self._ranks.size)
+        # FSDP2 averages gradients over its ranks; the objective is a sum.
+        torch.autograd.backward(objective * self._ranks.grid.averaged)
 
     def _objective(
         self, one: Feed, outputs: Mapping[str, Tensor], part: Batch | None, loss: Loss, counts: Mapping[str, float]
@@ -247,8 +244,9 @@ class Worker:
 
     @_leaving_room
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
+    def evaluate(self, batch: Batch | None, loss: Spec) -> dict[str, Metric]:
         """Return the metrics of the loss on this rank's share; rank 0 adds the loss over all ranks."""
+        batch = self._ranks.share(batch)
         made = self._loss(loss)
         counts = self._counts(made, batch)
         total, found = 0.0, []
@@ -265,8 +263,9 @@ class Worker:
 
     @_leaving_room
     @torch.no_grad()
-    def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
+    def score(self, batch: Batch | None, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each."""
+        batch = self._ranks.share(batch)
         ours = weights == "policy" or (self._adapters is not None and weights in Adapters.SETS)
         root = self._root if ours else self._frozen.get(weights)
         if root is None:
@@ -339,8 +338,8 @@ class Worker:
 
     def _feed(self, part: Batch | None, batch: Batch) -> Feed:
         if part is None:
-            return nothing(batch.take([]), self._layout, self._device)
-        return feed(part, self._layout, self._device)
+            return nothing(batch.take([]), self._layout, self._device, self._ranks.context)
+        return feed(part, self._layout, self._device, self._ranks.context)
 
     def _tensors(self, batch: Batch) -> Batch:
         return batch.map(self._tensor)
@@ -359,9 +358,9 @@ class Worker:
     def _send(self, spec: TransferSpec) -> None:
         if spec.adapter is not None and self._adapters is None:
             raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
-        stream = (
-            self._weights.computing() if self._adapters is None or spec.adapter is None else self._adapters.stored()
-        )
+        reshard(self._root.model)
+        alone = None if spec.adapter is None else self._adapters
+        stream = self._weights.computing() if alone is None else alone.stored()
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass
@@ -373,41 +372,62 @@ class Worker:
         send(spec, cast if dtype else stream, sender=self._ranks.rank if spec.senders > 1 else 0)
 
     def save(self, folder: str) -> None:
-        """Write weights, optimizer and schedule, durably."""
-        extra = {
+        """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        self._write_adapter(folder)
+        checkpoint.write(Path(folder), self._saved(), extra=self._described(), rank=self._ranks.rank)
+        self._ranks.sum([0.0])
+
+    def take(self, folder: str) -> None:
+        """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written."""
+        self._write_adapter(folder)
+        size = sum(part.nbytes for _, part in self._saved())
+        write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)
+        self._writer.take(self._saved(), size, write)
+
+    async def written(self) -> None:
+        """Wait until the files of the last `take` are durable."""
+        await self._writer.written()
+
+    def _write_adapter(self, folder: str) -> None:
+        if self._adapters is not None and self._first:
+            adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
+
+    def _described(self) -> dict[str, Any]:
+        return {
             "backend": "fsdp2",
+            "ranks": self._ranks.size,
             "architecture": self._info.architecture,
             "optimizer": self._config.optimizer.kind,
             "optimizer_steps": self._stepper.steps,
             "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
         }
-        checkpoint.write(Path(folder), self._saved(), extra, writes=self._first)
-        if self._adapters is not None and self._first:
-            adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
-        self._ranks.sum([0.0])
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        for name, master in self._weights.saved():
-            yield f"weights/{name}", full(master)
-        for name, buffer in persistent_buffers(self._root.model) if self._adapters is None else ():
-            yield f"buffers/{name}", buffer
+        """Yield the parts that this rank writes."""
+        for kind, tensors in self._state().items():
+            for name, tensor in tensors:
+                yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
         for name, moment in self._stepper.moments():
-            yield name, full(moment)
+            yield from checkpoint.parts(name, moment, self._ranks.rank)
+
+    def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
+        if self._adapters is not None:  # they are in PEFT's format, and the model is not saved
+            return {"weights": []}
+        buffers = list(persistent_buffers(self._root.model))
+        return {"weights": list(self._weights.masters.items()), "buffers": buffers}
 
     @torch.no_grad()
     @_leaving_room
     def load(self, folder: str) -> None:
-        """Load a checkpoint that `save` wrote, on any number of ranks."""
+        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
+        reshard(self._root.model)
         saved = checkpoint.Saved(Path(folder))
-        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.saved()})
+        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._state()["weights"]})
         self._stepper.refuse_others(saved)
         if self._adapters is not None:
             adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
-        buffers = dict(persistent_buffers(self._root.model))
-        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("weights/")):
-            self._weights.put(name.partition("/")[2], tensor)
-        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("buffers/")):
-            buffers[name.partition("/")[2]].copy_(tensor)
+        for kind, tensors in self._state().items():
+            saved.read_into((f"{kind}/{name}", tensor) for name, tensor in tensors)
         self._stepper.load(saved)
         self._weights.push()
 
@@ -416,22 +436,24 @@ class Worker:
 
         With `lora.export: adapter`: a folder that PEFT can load.
         """
-        if self._adapters is not None and self._config.lora and self._config.lora.export == "adapter":
-            if self._first:
-                adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
+        if self._config.lora is not None and self._config.lora.export == "adapter" and self._adapters is not None:
+            self._write_adapter(folder)
             self._ranks.sum([0.0])
             return
-        state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
-        if self._first:
-            model = self._root.model
-            model.config.dtype = torch.bfloat16 if self._low else torch.float32
+        reshard(self._root.model)
+        weights = self._weights.computing()
+        if not self._first:
+            for _ in weights:  # every rank takes part in the gathering
+                pass
+        else:
             with disk_errors(Path(folder)), quiet():
                 copy_companions(Path(self._info.path), Path(folder))
                 write_chat_template(self._info, folder)
                 if isinstance(self._root, ValueRoot):
-                    set_padding(model.config, Path(folder))
-                model.save_pretrained(folder, state_dict=state)
-                use_umask(*Path(folder).glob("*.safetensors"))
+                    set_padding(self._root.model.config, Path(folder))
+                dtype = torch.bfloat16 if self._low else torch.float32
+                write_weights(Path(folder), weights)
+                write_config(self._root.model, Path(folder), dtype)
         self._ranks.sum([0.0])
 
     # Life
@@ -449,13 +471,13 @@ class Worker:
         """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
         if self._offload.used and self._device.type == "cuda":
             for root in (self._root, *self._frozen.values()):
-                reshard(root)
+                reshard(root.model)
             torch.cuda.empty_cache()
 
     def _held(self) -> Iterator[Tensor]:
         for root in (self._root, *self._frozen.values()):
-            reshard(root)
-            yield from map(local, root.parameters())
+            reshard(root.model)
+            yield from map(local, root.model.parameters())
         yield from map(local, self._weights.masters.values())
         yield from (local(moment) for _, moment in self._stepper.moments())
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet_ops.distillation import jensen_shannon
+from whet_ops.vocabulary import WHOLE, Vocabulary
 
 CHUNK_BYTES = 128 << 20
 """Bytes of float32 logits in one chunk, if the size of a chunk is not given."""
@@ -26,6 +27,7 @@ def token_logprobs(
     temperature: Tensor | None = None,
     entropy: bool = False,
     chunk: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
     """Return each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
 
@@ -33,6 +35,7 @@ def token_logprobs(
     each position. -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
     differentiable in hidden, weight and bias. The product is computed in the dtype of `hidden`, the softmax in float32.
     `chunk` is the number of tokens whose logits are held at a time; 0: as many tokens as fill `CHUNK_BYTES`.
+    `vocabulary` says which rows of the head weight and bias are, if ranks share them.
     """
     if (
         hidden.ndim != 2
@@ -47,7 +50,7 @@ def token_logprobs(
     chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     several = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        hidden, weight, bias, several, temperature, entropy, chunk
+        hidden, weight, bias, several, temperature, entropy, chunk, vocabulary
     )
     return logprobs.view(targets.shape), entropies if entropy else None
 
@@ -61,21 +64,22 @@ def top_logprobs(
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
     chunk: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens at each position and their logprobs: [M, k] int64, [M, k] float32.
 
     The likeliest token is first. The arguments are as in `token_logprobs`. Logprobs are over the whole vocabulary, not
     over the k tokens.
     """
-    if not 1 <= k <= weight.shape[0]:
-        raise ValueError(f"wanted between 1 and {weight.shape[0]} of the vocabulary's tokens, found {k}")
+    if not 1 <= k <= (tokens := vocabulary.size or weight.shape[0]):
+        raise ValueError(f"wanted between 1 and {tokens} of the vocabulary's tokens, found {k}")
     chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     matrix = weight.to(hidden.dtype)
     for part in _parts(len(hidden), chunk):
-        found = _log_softmax(hidden[part], matrix, bias, temperature, part).topk(k)
-        ids[part], logprobs[part] = found.indices, found.values
+        found = _log_softmax(hidden[part], matrix, bias, temperature, part, vocabulary)
+        logprobs[part], ids[part] = vocabulary.top(found, k)
     return ids, logprobs
 
 
@@ -90,6 +94,7 @@ def distribution_kl(
     temperature: Tensor | None = None,
     beta: float | None = None,
     chunk: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, ...]:
     """Return the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
 
@@ -106,16 +111,17 @@ def distribution_kl(
     if weight.shape[0] != other_weight.shape[0]:
         raise ValueError(f"the vocabularies have {weight.shape[0]} and {other_weight.shape[0]} tokens; wanted the same")
     chunk = chunk or max(1, CHUNK_BYTES // (8 * weight.shape[0]))
+    hidden = vocabulary.shared(hidden)
 
     def both(part: slice) -> tuple[Tensor, ...]:
-        log_p = _log_softmax(hidden[part], weight.to(hidden.dtype), bias, temperature, part)
+        log_p = _log_softmax(hidden[part], weight.to(hidden.dtype), bias, temperature, part, vocabulary)
         with torch.no_grad():
             matrix = other_weight.to(other_hidden.dtype)
-            log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part)
+            log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part, vocabulary)
         if beta is not None:
             lowest = torch.finfo(log_p.dtype).min / 4
-            return (jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta),)
-        return _kl(log_q, log_p), _kl(log_p, log_q)
+            return (vocabulary.total(jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta)),)
+        return vocabulary.total(_kl(log_q, log_p)), vocabulary.total(_kl(log_p, log_q))
 
     found = [checkpoint(both, part, use_reentrant=False) for part in _parts(len(hidden), chunk)]
     nothing = hidden.new_zeros(0, dtype=torch.float32)
@@ -148,6 +154,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         entropy: bool,
         chunk: int,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
@@ -155,14 +162,14 @@ class _TokenLogprobs(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         kept = None
         for part in _parts(count, chunk):
-            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part)
-            logprobs[part] = log_p.gather(1, targets[part])
+            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part, vocabulary)
+            logprobs[part] = vocabulary.pick(log_p, targets[part])
             if entropy:
-                entropies[part] = _entropy(log_p)
+                entropies[part] = vocabulary.total(_entropy(log_p))
             if count <= chunk and any(ctx.needs_input_grad[:3]):
                 kept = log_p
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies if entropy else None, kept)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.vocabulary = chunk, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -171,19 +178,22 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
         of_logprobs, of_entropy = gradients
         if of_logprobs is None and (of_entropy is None or entropies is None):
-            return (None,) * 7
+            return (None,) * 8
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if wants_weight else None
         to_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if wants_bias else None
         for part in _parts(len(hidden), ctx.chunk):
-            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part) if kept is None else kept
+            log_p = kept
+            if log_p is None:
+                log_p = _log_softmax(hidden[part], matrix, bias, temperature, part, ctx.vocabulary)
             slope = _slope(
                 log_p,
                 targets[part],
                 None if of_logprobs is None else of_logprobs[part],
                 None if of_entropy is None or entropies is None else (of_entropy[part], entropies[part]),
+                ctx.vocabulary,
             )
             if temperature is not None:
                 slope.div_(temperature[part, None])
@@ -197,11 +207,13 @@ class _TokenLogprobs(torch.autograd.Function):
                     to_weight.addmm_(slope.T, hidden[part])
                 else:
                     to_weight += slope.T @ hidden[part]
+        if to_hidden is not None:
+            to_hidden = ctx.vocabulary.total(to_hidden)
         return (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -210,15 +222,15 @@ def _parts(count: int, chunk: int) -> list[slice]:
 
 
 def _log_softmax(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice, vocabulary: Vocabulary
 ) -> Tensor:
-    """Return log_softmax of the logits of one chunk: [chunk, V] float32."""
+    """Return log_softmax of the logits of one chunk, at this rank's rows: [chunk, V] float32."""
     logits = (hidden @ matrix.T).float()
     if bias is not None:
         logits += bias.float()
     if temperature is not None:
         logits /= temperature[part, None]
-    return torch.log_softmax(logits, -1)
+    return vocabulary.log_softmax(logits)
 
 
 def _entropy(log_p: Tensor) -> Tensor:
@@ -227,7 +239,11 @@ def _entropy(log_p: Tensor) -> Tensor:
 
 
 def _slope(
-    log_p: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: tuple[Tensor, Tensor] | None
+    log_p: Tensor,
+    targets: Tensor,
+    of_logprobs: Tensor | None,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    vocabulary: Vocabulary,
 ) -> Tensor:
     """Return the gradient with respect to the logits of one chunk: [chunk, V] float32."""
     p = log_p.exp()
@@ -241,6 +257,9 @@ def _slope(
         if in_all is not None:
             inner -= in_all
         slope = p.mul_(inner)
-    if of_logprobs is not None:
+    if of_logprobs is not None and vocabulary.group is None:
         slope.scatter_add_(1, targets, of_logprobs)
+    elif of_logprobs is not None:
+        rows, here = vocabulary.rows(targets, slope.shape[1])
+        slope.scatter_add_(1, rows, of_logprobs * here)
     return slope

@@ -57,26 +57,33 @@ def make_model(
     mlp: int | None = None,
     tied: bool = True,
     max_positions: int = 256,
+    experts: int = 8,
+    experts_per_token: int = 2,
     seed: int = 0,
 ) -> Path:
-    """Write a random decoder of a family (`qwen3`, `qwen2`, `llama`) with its tokenizer to a folder."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    """Write a random decoder with its tokenizer to a folder.
 
-    families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    config = families[family](
+    Families: `qwen3`, `qwen2`, `llama`, and the mixtures of experts `qwen3_moe` and `mixtral`, each of whose experts is
+    as wide as `mlp`. Only they read `experts` and `experts_per_token`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    width = mlp or 3 * hidden
+    config = _config_class(family)(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
-        intermediate_size=mlp or 3 * hidden,
+        intermediate_size=width,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **_expert_settings(family, experts, experts_per_token, width),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -86,3 +93,23 @@ def make_model(
     use_umask(*folder.glob("*.safetensors"))
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _config_class(family: str) -> Any:
+    import transformers
+
+    names = {
+        "qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "qwen3_moe": "Qwen3MoeConfig",
+        "mixtral": "MixtralConfig",
+    }  # fmt: skip
+    return getattr(transformers, names[family])
+
+
+def _expert_settings(family: str, experts: int, per_token: int, width: int) -> dict[str, Any]:
+    """Return what the config of a mixture of experts has in addition."""
+    if family == "qwen3_moe":
+        return {
+            "num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+        }  # fmt: skip
+    return {"num_local_experts": experts, "num_experts_per_tok": per_token} if family == "mixtral" else {}

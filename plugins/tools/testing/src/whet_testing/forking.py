@@ -232,9 +232,11 @@ def _serve(owner: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     """Import the modules and serve; in a forked process, run the program."""
     line = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # a quarter of the time of the imports
     for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.freeze()  # pages that the collector does not write stay shared
+    gc.enable()
     if (order := _serve(line)) is None:
         return
     os.environ.clear()

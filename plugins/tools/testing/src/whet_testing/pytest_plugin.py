@@ -3,6 +3,7 @@
 pytest loads this module in every session where `whet-testing` is installed, so the module imports nothing heavy.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,11 @@ pytest.register_assert_rewrite("whet_testing.contracts")
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker `gpu`."""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped with a reason where there is none")
+
+
+def pytest_unconfigure() -> None:
+    """Keep the interpreter's end from searching all memory for cycles, which takes a second where torch is imported."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -26,6 +26,7 @@ from whet.interfaces.workers import RoleContext
 from whet_start.small_models import make_model
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import WorkerGroups
+from whet_testing.contracts.saving import SavingRules
 from whet_testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet_testing.reference import Reference
 from whet_weights import transfer
@@ -36,7 +37,7 @@ TOLERANCE = 1e-4
 """Largest allowed difference of a logprob from `transformers`, in nats, in float32."""
 
 
-class BackendContract(SleepRules):
+class BackendContract(SleepRules, SavingRules):
     """Inherit this class and override `make`."""
 
     held = ("backend",)

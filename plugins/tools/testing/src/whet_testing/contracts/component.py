@@ -7,6 +7,7 @@
 `documents` holds the settings of components that cannot be built from defaults, as a recipe would set them.
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -25,7 +26,7 @@ from whet.config.build import to_spec
 from whet.config.sections import EnvironmentSection, RoleSection
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
-from whet.plugins.registry import load_plugins, new_manager
+from whet.plugins.registry import Registry, load_plugins, new_manager
 from whet_testing.field_docs import undocumented_fields
 
 HEAVY = (
@@ -104,7 +105,12 @@ class ComponentContract:
 
     def config(self, component: Component) -> Any:
         """Return a config of a component."""
-        return structure(self.documents.get(component.name, {}), component.config, load_plugins())
+        return structure(self.documents.get(component.name, {}), component.config, self._registry())
+
+    @classmethod
+    @functools.cache
+    def _registry(cls) -> Registry:
+        return load_plugins()
 
     def test_the_hooks_and_facts_import_nothing_heavy(self) -> None:
         command = [sys.executable, "-c", LIGHT, self.hooks, json.dumps(self.documents)]

@@ -1,0 +1,167 @@
+"""The forward pass of a model: logprobs or values at the positions that are read, so logits never leave it.
+
+`transformers` may have sharded the model with FSDP2, whose hooks gather weights when a module is called. So the pass
+takes the place of the model's own `forward`, and the head's formula takes the place of the head's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from whet.errors import WhetError
+from whet_fsdp2.feed import Feed
+from whet_fsdp2.narrowed import Narrowed, read_only_at
+from whet_fsdp2.sharding import local, reshard, tensor_group
+from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
+from whet_ops.vocabulary import WHOLE, Vocabulary
+
+Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
+"""(hidden states [M, H], the head's weight, the head's further arguments) -> outputs."""
+
+
+class Root:
+    """A Hugging Face causal model that is called with a `Feed` and the names of outputs."""
+
+    probe = "logprobs"
+    """An output that this model always has."""
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        self.model = model
+        self.chunk = chunk
+        self.narrowed: tuple[Narrowed, ...] = ()
+        """Modules of the last layer that are computed only at the positions that are read."""
+        self.teacher: tuple[Root, ...] = ()
+        """The frozen model of the divergences."""
+        self._head, self._group = model.get_output_embeddings(), tensor_group(model)
+        embedding = model.get_input_embeddings()
+        reshard(model)
+        # FSDP2 gathers a tied weight for the embedding. The head's is a second copy, which does not follow the first
+        # one if the ranks do not divide the vocabulary.
+        self._owner = embedding if embedding.weight is self._head.weight else self._head
+        self._head.forward = self._apply
+        model.forward = self._forward
+
+    def __call__(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Return the wanted outputs and always `logprobs`: [M] or [M, K] each. See `whet.interfaces.backend`."""
+        found: dict[str, Tensor] = self.model(feed, tuple(outputs))
+        return gathered(feed, found)
+
+    def _forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        other = None
+        if _divergences(outputs):
+            import torch
+
+            with torch.no_grad():
+                other = self.teacher[0].model(feed, ("logits",))
+
+        def formula(hidden: Tensor, weight: Tensor, terms: dict[str, Any]) -> dict[str, Tensor]:
+            if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
+                bias = terms["bias"]
+                return {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
+            found = self._at_tokens(feed, outputs, hidden, weight, terms)
+            for name in outputs:
+                kind, _, k = name.partition(":")
+                if kind in ("topk_ids", "topk_logprobs") and name not in found:
+                    ids, logprobs = top_logprobs(hidden, weight, int(k), chunk=self.chunk, **terms)
+                    found |= {f"topk_ids:{k}": ids.int(), f"topk_logprobs:{k}": logprobs}
+            return found if other is None else found | self._apart(other, outputs, hidden, weight, terms)
+
+        terms = {"temperature": feed.temperature}
+        found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula, terms)
+        return found
+
+    def _apply(self, hidden: Tensor, formula: Formula, terms: dict[str, Any]) -> dict[str, Tensor]:
+        """Compute a formula on the head's weight. Takes the place of the head's forward pass."""
+        weight, bias = self._owner.weight, getattr(self._head, "bias", None)
+        rows = _rows_of(weight, self._group)
+        bias = None if bias is None else local(bias)
+        return formula(hidden, local(weight), {**terms, "bias": bias, "vocabulary": rows})
+
+    def _apart(
+        self, other: Mapping[str, Tensor], outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return the wanted divergences between this model and the teacher that the same workers hold."""
+
+        def divergences(beta: float | None = None) -> tuple[Tensor, ...]:
+            return distribution_kl(
+                hidden, weight, other["hidden"], other["weight"], other_bias=other.get("bias"), chunk=self.chunk,
+                beta=beta, **terms,
+            )  # fmt: skip
+
+        found = {}
+        for name in _divergences(outputs):
+            if name.startswith("jensen_shannon:"):
+                found[name] = divergences(float(name.partition(":")[2]))[0]
+            elif name not in found:
+                found |= dict(zip(("kl_forward", "kl_reverse"), divergences(), strict=True))
+        return found
+
+    def _at_tokens(
+        self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return `logprobs` and, from the same pass over the logits, `logprobs_at` and `entropy` if they are wanted."""
+        import torch
+
+        targets = feed.targets
+        if "logprobs_at" in outputs:
+            if feed.ids is None:
+                raise WhetError("the output logprobs_at is of the tokens in the column topk_ids, which is not there")
+            targets = torch.cat([targets[:, None], feed.ids], 1)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, entropy="entropy" in outputs, chunk=self.chunk, **terms
+        )
+        found = {"logprobs": logprobs} if logprobs.ndim == 1 else {}
+        if logprobs.ndim == 2:
+            found = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
+        return found if entropy is None else {**found, "entropy": entropy}
+
+
+class ValueRoot:
+    """A Hugging Face sequence classifier with one label. Its head is applied at every target position."""
+
+    probe = "values"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.narrowed: tuple[Narrowed, ...] = ()
+        """Modules of the last layer that are computed only at the positions that are read."""
+        model.forward = self._forward
+
+    def __call__(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Return `values` [M] float32."""
+        return gathered(feed, self.model(feed))
+
+    def _forward(self, feed: Feed) -> dict[str, Tensor]:
+        return {"values": self.model.score(read_hidden(self, feed))[:, 0].float()}
+
+
+AnyRoot = Root | ValueRoot
+
+
+def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
+    """Return the last hidden states at the positions that are read: [M, hidden size]."""
+    read_only_at(root.narrowed, feed.rows, feed.arguments["input_ids"].numel())
+    hidden = root.model.base_model(**feed.arguments).last_hidden_state
+    rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
+    return rows
+
+
+def gathered(feed: Feed, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs at all targets of a row that ranks share, in a row of one rank unchanged."""
+    return found if feed.piece is None else {name: feed.piece.gather(values) for name, values in found.items()}
+
+
+def _divergences(outputs: Sequence[str]) -> list[str]:
+    return [name for name in outputs if name in ("kl_forward", "kl_reverse") or name.startswith("jensen_shannon:")]
+
+
+def _rows_of(weight: Tensor, group: Any) -> Vocabulary:
+    """Return which rows of the head this rank holds."""
+    if not isinstance(weight, DTensor):
+        return WHOLE
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return Vocabulary(weight.shape[0], offset[0], group)

@@ -1,0 +1,146 @@
+"""Sharding of weights over the ranks by `transformers`, and what has to be known of sharded tensors.
+
+`from_pretrained(distributed_config=...)` makes the model on the meta device, applies tensor and expert parallelism and
+FSDP2, and then reads each rank's shards only. So no rank ever holds the whole model.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from whet.errors import ConfigError
+from whet_fsdp2.ranks import Ranks
+
+_REDISTRIBUTION = logging.getLogger("torch.distributed.tensor._redistribute")
+WANTED = "5.23"
+"""The version of transformers whose sizes this module needs."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""The style of a weight that tensor parallel ranks hold whole, and whose gradient each of them has a part of."""
+
+
+@contextmanager
+def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
+    """Yield the argument `distributed_config` of `from_pretrained`, for a model that is loaded in this context.
+
+    `keep`: layers stay whole between their forward and backward pass.
+    """
+    from transformers import __version__
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+    sizes, grid = ranks.grid.sizes, ranks.grid
+    wanted: dict[str, Any] = {"tp_size": sizes.tensor, "fsdp_size": grid.fsdp}
+    if sizes.replicate > 1:
+        wanted["dp_replicate_size"] = sizes.replicate
+    if sizes.expert > 1:
+        wanted["ep_size"] = sizes.expert
+    wanted["fsdp_mixed_precision"] = low_precision
+    if keep:
+        wanted["fsdp_plan"] = {"model.layers.*": "keep_full_weight"}
+    known = DistributedConfig.__dataclass_fields__
+    if unknown := sorted(name for name in wanted if name not in known):
+        raise ConfigError(
+            f"{ranks.role}.parallel: transformers {__version__} has no {', '.join(unknown)} in its DistributedConfig; "
+            f"install transformers >= {WANTED}"
+        )
+    place = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)
+    # This style reduces the gradient that has been accumulated, after each micro-batch; `sum_partial` reduces it once.
+    ALL_PARALLEL_STYLES[PARTIAL] = TensorParallelLayer()
+    try:
+        yield DistributedConfig(**wanted)
+    finally:
+        del ALL_PARALLEL_STYLES[PARTIAL]
+        if place is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = place
+
+
+def tensor_group(model: Any) -> Any:
+    """Return the process group of the tensor parallel ranks. None: there is one such rank."""
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is None or manager.get_mesh("tp").size() == 1:
+        return None
+    return manager.get_mesh("tp").get_group()
+
+
+def partial_names(model: Any) -> set[str]:
+    """Return the names of the weights whose gradients tensor parallel ranks have to add up."""
+    rules = [rule for rule, style in (getattr(model, "tp_plan", None) or {}).items() if style == PARTIAL]
+    generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_parameters()}
+    return {name for name, one in generic.items() if one in rules or one.rpartition(".")[0] in rules}
+
+
+def copies(tensor: Tensor, ranks: int) -> float:
+    """Return how many of the ranks hold each number of a tensor of which this is a shard, or the whole."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    shards = 1
+    for axis, placement in enumerate(tensor.placements):
+        shards *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+    return ranks / shards
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard. A plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one. Every rank must take part."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    level = _REDISTRIBUTION.level
+    _REDISTRIBUTION.setLevel(logging.ERROR)  # it advises against meshes of two axes, for every tensor
+    try:
+        return tensor.full_tensor()
+    finally:
+        _REDISTRIBUTION.setLevel(level)
+
+
+def like(shard: Tensor, sharded: Tensor) -> Tensor:
+    """Return this rank's shard as a part of a tensor that is sharded in the same way."""
+    if not isinstance(sharded, DTensor):
+        return shard
+    shape, stride = sharded.shape, sharded.stride()
+    return DTensor.from_local(
+        shard, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def shard_like(value: Tensor, sharded: Tensor) -> Tensor:
+    """Return a full tensor, sharded in the same way as another one. No communication."""
+    value = value.to(local(sharded).device)
+    if not isinstance(sharded, DTensor):
+        return value
+    return distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights. Needed after a forward pass that has no backward pass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def sum_partial(gradients: "list[Tensor]", group: Any) -> None:
+    """Add up the gradients of weights that tensor parallel ranks hold whole. In place."""
+    import torch.distributed as dist
+
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,89 @@
+"""The end of a job is what Slurm says it is, and a run keeps to it."""
+
+import json
+import time
+from datetime import datetime
+
+import pytest
+import yaml
+
+from whet.run import compose
+from whet_slurm.job import end_of_job, end_shown
+
+SHOWN = """JobId=4242 JobName=whet
+   UserId=someone(1000) GroupId=someone(1000) MCS_label=N/A
+   JobState=RUNNING Reason=None Dependency=(null)
+   RunTime=00:12:31 TimeLimit=04:00:00 TimeMin=N/A
+   SubmitTime=2026-11-25T09:59:10 EligibleTime=2026-11-25T09:59:10
+   StartTime=2026-11-25T10:00:00 EndTime={end} Deadline=N/A
+   SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-11-25T10:00:00 Scheduler=Main
+"""
+"""As the manual of scontrol shows it."""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Give a function that makes an environment with a `scontrol` of these words."""
+
+    def make(words: str, code: int = 0, **variables: str) -> dict[str, str]:
+        program = tmp_path / "scontrol"
+        (tmp_path / "shown").write_text(words)
+        program.write_text(
+            f'#!/bin/sh\n[ "$1 $2 $3" = "show job 4242" ] || exit 9\ncat {tmp_path}/shown\nexit {code}\n'
+        )
+        program.chmod(0o755)
+        return {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4242", **variables}
+
+    return make
+
+
+def test_recent_versions_state_the_end(slurm):
+    stated = {"SLURM_JOB_END_TIME": "1795600000"}
+    assert end_of_job(stated) == 1795600000.0
+    assert end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **stated)) == 1795600000.0
+
+
+def test_older_versions_are_asked(slurm):
+    found = end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00")))
+    assert found == datetime(2026, 11, 25, 14).timestamp()  # in local time, as Slurm writes it
+
+
+@pytest.mark.parametrize("end", ["Unknown", "N/A", "None"])
+def test_a_job_without_a_limit_has_no_end(slurm, end):
+    assert end_of_job(slurm(SHOWN.format(end=end))) is None
+    assert end_shown("nothing") is None
+
+
+def test_outside_of_a_job_there_is_none(slurm):
+    environment = slurm(SHOWN.format(end="2026-11-25T14:00:00"))
+    del environment["SLURM_JOB_ID"]
+    assert end_of_job(environment) is None
+    assert end_of_job({"PATH": "/nowhere", "SLURM_JOB_ID": "4242"}) is None
+
+
+def test_a_scontrol_that_fails_is_named_and_the_run_goes_on(slurm, capsys):
+    assert end_of_job(slurm("slurm_load_jobs error: Invalid job id specified", 1)) is None
+    assert "when Slurm ends job 4242 is unknown" in capsys.readouterr().err
+
+
+def test_a_run_ends_before_its_job_and_goes_on_in_the_next(tmp_path, tiny_model_folder, monkeypatch, capsys):
+    rows = [{"prompt": f"What is {n}?", "completion": f"{n}."} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"folder": str(tmp_path / "run"), "steps": 3, "export": False},
+        "model": {"path": str(tiny_model_folder)},
+        "algorithm": {"use": "sft", "batch_size": 2},
+        "backend": {"use": "fsdp2"},
+        "data": {"train": [{"path": str(tmp_path / "rows.jsonl")}]},
+        "cluster": {"workers": "inline"},
+        "loggers": [],
+    }
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "4242")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))  # less than a first save may take
+    outcome = compose.run(tmp_path / "it.yaml")
+    assert (outcome.steps, outcome.finished, outcome.stopped_by) == (1, False, 15)
+    assert "Slurm ends job 4242 in " in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 36_000))
+    outcome = compose.run(tmp_path / "it.yaml")
+    assert (outcome.steps, outcome.finished) == (3, True)
