@@ -1,7 +1,8 @@
 """A worker that computes the gradients of adapters of a model that `transformers` has split over ranks."""
 
 import os
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -10,7 +11,6 @@ from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.config import LoraConfig
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.ranks import Ranks
-from whet_fsdp2.root import Root
 
 
 class ParallelAdapters:
@@ -34,7 +34,7 @@ class ParallelAdapters:
             for weight, pair in adapters.pairs.items():
                 for target, drawn in zip(pair, adapters.at(weight) or (), strict=True):
                     target.copy_(drawn)
-        weights = AdapterWeights(Root(model, 0), adapters, size)
+        weights = AdapterWeights(cast(Any, SimpleNamespace(model=model)), adapters, size)
         draw = torch.Generator().manual_seed(0)
         for length in (11, 7):
             ids = torch.randint(3, 200, (2, length), generator=draw)
