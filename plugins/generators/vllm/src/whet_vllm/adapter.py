@@ -9,14 +9,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whet.component import AdapterInfo
 from whet.errors import WeightSyncError
 from whet_weights.adapter import pairs, peft_config, write_peft
-
-if TYPE_CHECKING:
-    import torch
 
 NAME, NUMBER = "whet", 1
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -32,7 +29,7 @@ def engine_arguments(info: AdapterInfo | None) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
 
-def check(tensors: "Mapping[str, torch.Tensor]", info: AdapterInfo, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+def check(tensors: Mapping[str, Any], info: AdapterInfo, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return the modules of an adapter. Raises `WeightSyncError` unless each is a layer of the model folder's model.
 
     `stored`: the shapes of the folder's tensors. vLLM itself ignores what belongs to no layer.
@@ -47,9 +44,7 @@ def check(tensors: "Mapping[str, torch.Tensor]", info: AdapterInfo, stored: Mapp
 
 
 @contextmanager
-def folder(
-    tensors: "Mapping[str, torch.Tensor]", info: AdapterInfo, base: str, modules: Iterable[str]
-) -> Iterator[str]:
+def folder(tensors: Mapping[str, Any], info: AdapterInfo, base: str, modules: Iterable[str]) -> Iterator[str]:
     """Write an adapter into a temporary folder, in memory where the system has such a place."""
     place = MEMORY if MEMORY.is_dir() else None
     path = Path(tempfile.mkdtemp(prefix="whet-adapter-", dir=place))
