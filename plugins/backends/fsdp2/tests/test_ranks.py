@@ -72,6 +72,9 @@ def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
     assert numbers(two.train(half, SKIPPING)) == pytest.approx(numbers(one.train(half, SKIPPING)), rel=1e-4)
 
     order = np.random.default_rng(0).permutation(batches[0].sequences)
+    # what is dead is known before the batch is shared out
+    asked = half.take(order)
+    assert two._live(asked, SKIPPING).tolist() == (asked["advantages"] != 0).tolist()
     mixed = batches[0].take(order)
     for weights in ("policy", "reference"):
         expected, found = (backend.score(mixed, ("logprobs", "entropy"), weights) for backend in (one, two))

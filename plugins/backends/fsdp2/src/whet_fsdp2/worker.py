@@ -38,10 +38,11 @@ from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.feed import Feed, feed, nothing, spread
-from whet_fsdp2.layout import Layout, plan
+from whet_fsdp2.layout import Layout
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper, is_finite
+from whet_fsdp2.packing import plan
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
@@ -320,12 +321,21 @@ class Worker:
         """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
         if not batch.sequences:
             return batch
-        live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+        live = self._of_loss(batch, loss)
         if live.all():
             return batch
         units = batch.units()
         kept = [unit for unit in units if live[unit].any()] or units[:1]
         return batch.take(np.concatenate(kept))
+
+    def live(self, batch: Batch | None, loss: Spec) -> Any:
+        """Return which sequences [B] of a batch can change the loss. None where the batch is another rank's."""
+        return None if batch is None else self._of_loss(batch, self._loss(loss))
+
+    def _of_loss(self, batch: Batch, loss: Loss) -> Any:
+        if not batch.sequences:
+            return np.zeros(0, np.bool_)
+        return np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
 
     def _plan(self, batch: Batch) -> list[Any]:
         """Return the sequences of each micro-batch. None: only other ranks still have a micro-batch."""
