@@ -7,16 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from whet.component import resolve
 from whet.errors import WeightSyncError
 from whet.run import compose
 from whet_start.small_models import make_model
 from whet_testing.environments import make_environment
 from whet_testing.processes import descendants
 from whet_vllm.arguments import ENGINE
+from whet_vllm.config import VllmConfig
+from whet_vllm.generator import VllmGenerator
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,6 +48,25 @@ def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path,
     with pytest.raises(WeightSyncError, match="weight sync of version 1 replica 0 of the generator does not compute"):
         compose.run(config)
     assert metrics(tmp_path / "run") == []
+
+
+def test_an_adapter_alone_and_merged_gives_the_engine_the_same_logprobs(tmp_path, model):
+    made = resolve(f"file:{TESTS / 'adapter_ends.py'}:Ends")
+    ends = made(tmp_path, model, partial(VllmGenerator, VllmConfig(cache_gib=0.125)))
+    try:
+        found = {}
+        for step in range(2):  # of which the second replaces an adapter
+            ends.train()
+            for content in ("merged", "adapter"):
+                sync, probe = ends.sync(content)
+                sync(version=step)  # first with a random adapter, on which the engine must agree, too
+                assert probe.metrics()["probe/logprob_gap"].number() < 1e-5
+                found[content] = ends.sampled(content)
+            for (tokens, logprobs), (others, other_logprobs) in zip(*found.values(), strict=True):
+                assert tokens.tolist() == others.tolist()
+                assert abs(logprobs - other_logprobs).max() < 1e-4
+    finally:
+        ends.close()
 
 
 def run(config: Path, python: object = sys.executable) -> None:

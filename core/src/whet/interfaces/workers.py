@@ -13,6 +13,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from whet.component import AdapterInfo
     from whet.data.model_info import ModelInfo
     from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
@@ -247,3 +248,5 @@ class RoleContext:
     """Only for generators. None: lost replicas are not replaced."""
     columns: frozenset[str] = frozenset()
     """Only for generators. The columns that completions must have; see `whet.interfaces.generator`."""
+    adapter: "AdapterInfo | None" = None
+    """Only for generators: the adapter that weight syncs bring in the place of all weights. None: they bring none."""

@@ -150,6 +150,7 @@ def start(
             max_context=0 if role in asked else prepared.plan.max_context,
             trained=role == "generator" or prepared.roles[role].trained,
             columns=prepared.roles.backend.columns_wanted if role == "generator" else frozenset(),
+            adapter=prepared.plan.way.adapter if role == "generator" and prepared.plan.way else None,
             replacing=attempt.recovery.replacing(weights.resync if (weights := syncs.get(role)) else None),
         )
         attempt.observers.status(f"{role} to start")

@@ -41,6 +41,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Ca
     return folder
 
 
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of a random mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=48, intermediate_size=64, moe_intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def _stir(path: Path) -> None:
     """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
     from safetensors.torch import load_file, save_file

@@ -71,6 +71,10 @@ class PolicyWeights:
             found = [self.trained[name].grad for name in sorted(self._partial)]
             sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
 
+    def matrices(self) -> set[str]:
+        """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+        return matrices(self.root)
+
     def square_of_norm(self) -> Tensor:
         """Return this rank's part of the square of the gradient's global norm: a 0-d float64 tensor.
 

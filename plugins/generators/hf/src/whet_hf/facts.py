@@ -15,6 +15,7 @@ def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
         transports=("shared", "broadcast", "shared-memory", "disk"),
         on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),
+        adapters=frozenset({"linear", "experts"}),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_hf.worker", "transformers.modeling_utils", *model.code),
         forkable=True,

@@ -20,6 +20,7 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
+from whet_hf.adapter import Base
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
@@ -75,7 +76,7 @@ class Worker:
         experts = COLUMN in (columns or ())
         self._decoder = choose_decoder(self._model, fused=fused, experts=experts)
         self._strings = StopStrings(path)
-        self._weights = Weights()
+        self._weights, self._base = Weights(), Base(self._model)
         self._stored = StoredNames(self._model)
         self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
@@ -149,9 +150,14 @@ class Worker:
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
     def _take(self, spec: TransferSpec, version: int) -> None:
-        self._offload.wake(contents=False)
+        self._offload.wake(contents=spec.adapter is not None)
         try:
-            take_weights(self._model, receive(spec, self._rank.rank), self._stored)
+            tensors = receive(spec, self._rank.rank)
+            if spec.adapter is not None:
+                self._base.apply(tensors, spec.adapter)
+            else:
+                self._base.forget()
+                take_weights(self._model, tensors, self._stored)
         except BaseException as error:
             self._weights.broken = str(error)
             raise

@@ -52,7 +52,7 @@ class Engine:
                 self.llm = self._start(dict(arguments))
             self._guards = self._guards.pop_all()
         note(self._shared)
-        self.processes = int(arguments["tensor_parallel_size"])
+        self.processes, self.model = int(arguments["tensor_parallel_size"]), str(arguments["model"])
         config = self.llm.model_config
         self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 
