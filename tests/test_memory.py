@@ -13,7 +13,7 @@ QWEN_7B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 ON_EIGHT = "cluster.gpus={backend: 8, generator: 8}"
-SMALL, LARGE = "cores=8,memory=24GB", "8xH100-80GB,cores=96,memory=1TB"
+SMALL, LARGE = "cores=8,memory=24GB", "8xH200-141GB,cores=96,memory=1TB"
 
 
 @pytest.fixture

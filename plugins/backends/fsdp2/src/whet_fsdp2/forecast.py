@@ -27,7 +27,7 @@ def formulas(case: Case) -> Peaks:
     terms = list(memory(config, model, ranks, case.trained))
     held = sum(term.bytes for term in terms if _is_held(term, gpu))
     passing = sum(term.bytes for term in terms if "gathered" in term.what)
-    gradients = sum(term.bytes for term in terms if "gradients" in term.what)
+    gradients = sum(term.bytes for term in terms if term.what.startswith("gradients"))
     idle = held - passing - gradients
     loaded = [term for term in terms if term.when == "loading"]
     device = sum(term.bytes for term in loaded if gpu == (term.place == "gpu"))

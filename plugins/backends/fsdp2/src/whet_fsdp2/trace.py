@@ -51,8 +51,8 @@ def trace(case: Case) -> dict[str, Timeline]:
     for wanted in (config.reference, config.teacher):
         frozen += [_build(case, config, ranks, trained=False)] if wanted else []
     with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype():
-        for one in (root, *frozen):
-            _allocate(one.model)
+        for built in (root, *frozen):
+            _allocate(built.model)
         layout: Layout = "packed" if root.model.config._attn_implementation in (attention.NAME, ROWS) else "padded"
         copied = low and case.trained and ranks.grid.averaged == 1
         weights = PolicyWeights(root, copied, size, torch.bfloat16 if low else torch.float32)

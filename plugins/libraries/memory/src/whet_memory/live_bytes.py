@@ -25,11 +25,11 @@ _VALUE = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in PyTorch
     """Counts live storages. A value that code reads from a fake tensor is 1."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
         self.now = 0
         """Bytes of the storages that live now."""
         self.timelines: dict[str, list[tuple[str, int]]] = {}
@@ -62,13 +62,13 @@ class LiveBytes(TorchDispatchMode):
                 self._set(storage._cdata, storage.nbytes())
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # restored below
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # as it was
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in PyTorch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it returns."""
@@ -89,9 +89,9 @@ class LiveBytes(TorchDispatchMode):
         self._most = self.now
         return found
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Any) -> None:
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of such a subclass
+            names, _ = tensor.__tensor_flatten__()
             for inner in (getattr(tensor, name) for name in names):
                 if isinstance(inner, Tensor):  # DTensor lists its mesh, too
                     self._add(inner)

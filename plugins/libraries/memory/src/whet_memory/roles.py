@@ -35,7 +35,7 @@ class Predicted:
 
     def to_dict(self) -> dict[str, Any]:
         """Return bytes by phase, `{"train": {"device": ..., "host": ...}, ..., "source": ...}`."""
-        phases = {name: {"device": peak.device, "host": peak.host} for name, peak in self.peaks.items()}
+        phases: dict[str, Any] = {name: {"device": peak.device, "host": peak.host} for name, peak in self.peaks.items()}
         return {**phases, "source": self.source}
 
 
@@ -59,7 +59,7 @@ def _of_role(
     case = case_of(config, roles, plan, one, forecast)
     closed = _with_copies(forecast.formulas(case), one)
     if not (forecast.trace and tracer):
-        return Predicted(one.role, "formulas", _ordered(closed))
+        return Predicted(one.role, "formulas", _ordered(closed), forecast.untraced)
     try:
         traced = tracer.peaks(forecast.trace, case) if start else tracer.known(forecast.trace, case)
     except TraceError as error:
