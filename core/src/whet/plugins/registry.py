@@ -126,12 +126,6 @@ class Registry:
         """Return the distributions and files that were found, usable or not."""
         return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
 
-    def elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield KIND/NAME and distribution of everything that a name may mean in the catalog and that is not
-        installed.
-        """
-        yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in self.here)
-
     def _elsewhere(self, kind: Kind, name: str) -> str:
         """Return which distribution that is not installed offers a name, or a similar one, as text. Empty: none
         does.

@@ -23,7 +23,7 @@ class _Step(click.IntRange):
 @click.option("--step", type=_Step(), help="The checkpoint's step, or `best` by run.keep_best; by default the last.")
 def export(run_folder: str, out: str, step: "int | Literal['best'] | None") -> None:
     """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads."""
-    from whet.run.jobs import export as export_run
+    from whet_jobs.jobs import export as export_run
 
     written = export_run(run_folder, out, step=step)
     click.echo(f"wrote {out}: the model after step {written} of {run_folder}")
