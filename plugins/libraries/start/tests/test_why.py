@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from whet.plugins.registry import load_plugins
+from whet_start.registry_option import elsewhere
+
 SINGLE = '''
 from attrs import frozen
 from whet import hookimpl
@@ -127,3 +130,9 @@ def test_a_command_of_a_distribution_is_found_and_listed(alone: Any, install: An
         assert done.returncode == 0, done.stderr
         assert done.stdout == "commands/shine: Make it shine.\n  offered by  whet-shine\n"
     assert json.loads(alone("--json").stdout)["commands"] == {"shine": "whet-shine"}
+
+
+def test_only_what_is_not_installed_is_elsewhere(offers: Any, install: Any) -> None:
+    assert list(elsewhere(offers, "algorithms/dpo")) == [("algorithms/dpo", "whet-dpo")]
+    install("whet-dpo", {"dpo_hooks": "1 / 0"})
+    assert list(elsewhere(load_plugins(), "algorithms/dpo")) == [], "a broken plugin is here"
