@@ -67,9 +67,9 @@ def test_who_is_installed_is_not_to_be_installed(offers: Any, install: Any) -> N
         assert "not usable, and might offer it: whet-bad" in said
 
 
-def test_where_nothing_of_a_kind_is_installed_the_list_of_all_is_named(offers: Any) -> None:
+def test_where_nothing_of_a_kind_is_installed_the_distributions_that_offer_it_are_named(offers: Any) -> None:
     said = refusal(lambda: offers.find("generators", "unheard-of"))
-    assert said.endswith("; no plugin that offers a generator is installed, and `whet plugins` lists what can be")
+    assert said.endswith("; no plugin that offers a generator is installed; there are: whet-far")
 
 
 def test_a_config_that_lacks_several_ends_with_one_command_for_all(offers: Any, tmp_path: Path) -> None:
