@@ -60,7 +60,7 @@ def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
         session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
-        "import-linter", "types-PyYAML", "wandb", "-r", "docs/requirements.txt",
+        "import-linter", "types-PyYAML", "wandb", "peft", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -145,7 +145,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure steps of GRPO, DPO and reward models against TRL's, in turn, and print ratios."""
+    """Measure steps of GRPO, SFT, DPO and reward models against TRL's, in turn, and print ratios."""
     install(session, "trl==1.16.0", "datasets")
-    for script, *kind in (["grpo_step"], ["pair_step", "dpo"], ["pair_step", "rm"]):
+    for script, *kind in (["grpo_step"], ["sft_step"], ["pair_step", "dpo"], ["pair_step", "rm"]):
         session.run("python", f"benchmarks/{script}.py", *kind, *session.posargs)

@@ -42,6 +42,19 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             [sys.executable, "-m", "whet.cli", "run", "recipes/quickstart-sft.yaml", "run.folder=models/start-0"],
         ],
     ),
+    "experts": (
+        "models/experts-0/model",
+        [
+            [sys.executable, "-m", "whet.cli", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
+            [
+                sys.executable,
+                "examples/quickstart/make_experts.py",
+                "runs/quickstart-0/start",
+                "models/experts-0/start",
+            ],
+            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-moe-sft.yaml"],
+        ],
+    ),
     "teacher": (
         "models/teacher-0/model",
         [
@@ -98,12 +111,14 @@ class Entry:
 
 ENTRIES = (
     Entry("grpo", "recipes/learn-grpo.yaml"),
+    Entry("grpo-lora", "recipes/learn-grpo-lora.yaml"),
     Entry("dapo", "recipes/learn-dapo.yaml"),
     Entry("gspo", "recipes/learn-gspo.yaml"),
     Entry("cispo", "recipes/learn-cispo.yaml"),
     Entry("rloo", "recipes/learn-rloo.yaml"),
     Entry("reinforce-plus-plus", "recipes/learn-reinforce-plus-plus.yaml"),
     Entry("ppo", "recipes/learn-ppo.yaml"),
+    Entry("moe", "recipes/learn-moe.yaml", start="experts"),
     Entry("distill", "recipes/learn-distill.yaml", start="arithmetic+teacher"),
     Entry("sft", "recipes/learn-sft.yaml", "validation/loss", "held-out loss", rises=False, start="demonstrations"),
     *(

@@ -14,6 +14,7 @@ from whet.plugins.registry import load_plugins
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.parallel import ParallelConfig
 from whet_ops.algorithms.config import CorrectionSection, TopEntropySection
 from whet_ops.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
 from whet_testing.batches import random_batch
@@ -68,7 +69,8 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
     built: list[Any] = []
     with LocalCluster(tmp_path / "logs") as cluster:
 
-        def make(ranks: int = 1, **config: Any) -> Fsdp2Backend:
+        def make(ranks: int = 1, parallel: dict[str, int] | None = None, **config: Any) -> Fsdp2Backend:
+            config["parallel"] = ParallelConfig(**parallel or {})
             place = cluster.worker_group("backend", ranks) if ranks > 1 else None
             context = make_context(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
             built.append(Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config), context))
@@ -85,8 +87,10 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
         {"layout": "packed", "micro_batch_tokens": 30},
         {"layout": "padded", "micro_batch_tokens": 25},
         pytest.param({"ranks": 2, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
+        pytest.param({"ranks": 2, "parallel": {"tensor": 2}, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
+        pytest.param({"ranks": 4, "parallel": {"context": 2}, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
     ],
-    ids=["packed", "padded", "two-ranks"],
+    ids=["packed", "padded", "two-ranks", "tensor-parallel", "context-parallel"],
 )
 def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(build: Any, other: dict[str, Any]) -> None:
     whole, cut = build(layout="shared"), build(**other)

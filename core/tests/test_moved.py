@@ -3,11 +3,8 @@
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from whet_testing.role_context import make_context
 
 EVERY_PATH = """
 import importlib, warnings
@@ -65,9 +62,3 @@ def test_a_name_that_moved_between_modules_leads_on_with_a_warning(module: str, 
     assert old is getattr(importlib.import_module(f"whet.runtime.{today}"), name)
     with pytest.raises(AttributeError, match="nothing"):
         _ = importlib.import_module(f"whet.runtime.{module}").nothing
-
-
-def test_a_plugin_may_ask_its_context_for_the_slice_of_before(tmp_path: Path, tiny_model_folder: Path) -> None:
-    context = make_context(tmp_path, "backend", tiny_model_folder)
-    with pytest.warns(DeprecationWarning, match=r"RoleContext\.slice is RoleContext\.worker_group now"):
-        assert context.slice is context.worker_group

@@ -7,16 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from whet.component import resolve
 from whet.errors import WeightSyncError
 from whet.run import compose
 from whet_start.small_models import make_model
 from whet_testing.environments import make_environment
 from whet_testing.processes import descendants
 from whet_vllm.arguments import ENGINE
+from whet_vllm.config import VllmConfig
+from whet_vllm.generator import VllmGenerator
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,6 +50,25 @@ def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path,
     assert metrics(tmp_path / "run") == []
 
 
+def test_an_adapter_alone_and_merged_gives_the_engine_the_same_logprobs(tmp_path, model):
+    made = resolve(f"file:{TESTS / 'adapter_ends.py'}:Ends")
+    ends = made(tmp_path, model, partial(VllmGenerator, VllmConfig(cache_gib=0.125)))
+    try:
+        found = {}
+        for step in range(2):  # of which the second replaces an adapter
+            ends.train()
+            for content in ("merged", "adapter"):
+                sync, probe = ends.sync(content)
+                sync(version=step)  # first with a random adapter, on which the engine must agree, too
+                assert probe.metrics()["probe/logprob_gap"].number() < 1e-5
+                found[content] = ends.sampled(content)
+            for (tokens, logprobs), (others, other_logprobs) in zip(*found.values(), strict=True):
+                assert tokens.tolist() == others.tolist()
+                assert abs(logprobs - other_logprobs).max() < 1e-4
+    finally:
+        ends.close()
+
+
 def run(config: Path, python: object = sys.executable) -> None:
     """Run a config as people do; an engine takes its time to start."""
     command = [str(python), "-m", "whet.cli", "run", str(config)]
@@ -68,6 +91,23 @@ def test_under_ray_sampler_and_trainer_agree_on_every_step(tmp_path, model, smal
     assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     assert json.loads((tmp_path / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
+
+
+def test_a_mixture_of_experts_is_trained_and_its_experts_are_not_recorded_on_a_cpu(
+    tmp_path, tiny_models, small_run, whet
+):
+    model = {"path": str(tiny_models("qwen3_moe", hidden=128))}
+    cluster, probe = {"threads": {"backend": 1, "generator": 1}}, {"probe": {"every": 1}}
+    experts = {"use": "fsdp2", "optimizer": {"lr": 1.0e-2}, "experts": {"balance": 0.01}}
+    run(small_run(tmp_path, model=model, generator=GENERATOR, weight_sync=probe, cluster=cluster, backend=experts))
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+    recorded = {**experts, "experts": {"record": True}}
+    (tmp_path / "other").mkdir()
+    config = small_run(tmp_path / "other", model=model, generator=GENERATOR, cluster=cluster, backend=recorded)
+    assert "vLLM records the experts of tokens on GPUs only" in whet("run", config).error
 
 
 def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw(tmp_path, model, small_run):

@@ -103,6 +103,23 @@ class MemoryTerm:
     """The change that reduces this memory, e.g. `lower generator.cache_gib`."""
 
 
+@frozen
+class AdapterInfo:
+    """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + scaling B A, with B [out, rank] and A [rank, in]."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    """Whether scaling is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), not alpha / rank."""
+    kinds: tuple[str, ...] = ("linear",)
+    """Kinds of weights that the adapter changes: `linear` layers, and stacked parameters of `experts`."""
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor of the product B A."""
+        return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
+
+
 @frozen(kw_only=True)
 class Facts:
     """Facts about a component of any kind. Planning derives compatibility from facts, never from a list of names.
@@ -201,6 +218,10 @@ class BackendFacts(WorkerFacts):
     """Model outputs that the backend can compute."""
     weights_given: frozenset[str] = frozenset({"policy"})
     """Sets of weights that the backend holds. Its setting `reference` decides whether it holds `reference`."""
+    columns_wanted: frozenset[str] = frozenset()
+    """Columns that the generator must record while it samples; see `whet.interfaces.generator`."""
+    adapter: AdapterInfo | None = None
+    """The adapter that the backend trains, and can send alone. None: it trains all weights."""
 
 
 @frozen(kw_only=True)
@@ -213,6 +234,10 @@ class GeneratorFacts(WorkerFacts):
     dtype: str = ""
     """The dtype in which the generator computes, e.g. `bfloat16`. For a coarser number format, the generator chooses a
     name. Empty: the dtype of the model."""
+    columns_given: frozenset[str] = frozenset()
+    """Columns that the generator can record while it samples; see `whet.interfaces.generator`."""
+    adapters: frozenset[str] = frozenset()
+    """The kinds of weights whose adapters the generator applies by itself; see `AdapterInfo.kinds`."""
 
 
 @frozen(kw_only=True)

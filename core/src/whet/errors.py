@@ -66,10 +66,6 @@ class EpisodeError(WhetError):
     """An environment broke its contract: it raised an exception, or returned a reward that is not a finite number."""
 
 
-EnvironmentError = EpisodeError
-"""The old name of `EpisodeError`, kept for one version. It shadows a builtin."""
-
-
 class InfrastructureError(WhetError):
     """The infrastructure failed, not the episode: a sandbox, a server, a process. Environments may raise this error.
 
@@ -139,7 +135,3 @@ class ClusterGone(WhetError):  # noqa: N818 - it says what happened
 
 class WeightSyncError(WhetError):
     """A transfer of weights was refused, because it was incomplete, stale or damaged."""
-
-
-RefitError = WeightSyncError
-"""The old name of `WeightSyncError`, kept for one version."""

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve, frozen
 
 from whet.component import (
+    AdapterInfo,
     AlgorithmFacts,
     BackendFacts,
     Component,
@@ -29,6 +30,7 @@ from whet.config.sections import (
     ModelSection,
     RolloutSection,
     RunSection,
+    WeightSyncSection,
     selection,
 )
 from whet.data.model_info import ModelInfo
@@ -186,6 +188,36 @@ def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
     plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), facts, Machine(8, gpus=8))
     assert not found
     assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
+
+
+@pytest.mark.parametrize(
+    ("content", "kinds", "applies", "cluster", "alone", "words"),
+    [
+        ("auto", ("linear",), {"linear"}, {}, True, "the adapter alone, which .* applies"),
+        ("auto", ("linear", "experts"), {"linear"}, {}, False, "merged into them, as .* applies no adapter of experts"),
+        ("auto", ("linear",), {"linear"}, {"transport": "broadcast"}, False, "merged .* broadcast carries all weights"),
+        ("merged", ("linear",), {"linear"}, {}, False, "merged into them, as weight_sync.content says"),
+        ("adapter", ("linear",), set(), {}, None, "weight_sync.content is adapter, but .* no adapter of linear"),
+        ("adapter", None, {"linear"}, {}, None, "weight_sync.content is adapter, but the backend trains none"),
+        ("auto", None, {"linear"}, {}, False, "process$"),
+    ],
+)  # fmt: skip
+def test_an_adapter_travels_alone_where_the_generator_applies_it(content, kinds, applies, cluster, alone, words):
+    adapter = AdapterInfo(8, 16.0, kinds=kinds) if kinds else None
+    ways = ("shared", "broadcast", "shared-memory")
+    facts = {
+        **FACTS,
+        "backend": attrs.evolve(FACTS["backend"], adapter=adapter, transports=ways),
+        "generator": attrs.evolve(FACTS["generator"], adapters=frozenset(applies), transports=ways),
+    }
+    apart = {"colocate": [], **cluster} if cluster else {}
+    config = make_config(cluster=ClusterSection(**apart), weight_sync=WeightSyncSection(content=content))
+    plan, found = plan_of(config, facts, Machine(2))
+    if alone is None:
+        assert re.search(words, str(found[0]))
+    else:
+        assert plan.way.adapter == (adapter if alone else None)
+        assert re.search(words, plan.way.reason)
 
 
 def test_a_rank_that_spreads_over_two_gpus_is_given_both():

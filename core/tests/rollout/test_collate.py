@@ -189,3 +189,16 @@ def test_an_answer_that_nobody_can_decide_about_is_wrong_by_every_reward_of_its_
     np.testing.assert_array_equal(batch["reward:correct"], np.array([1, 0, 0, np.nan, np.nan], np.float32))
     alone = rollout_metrics([evolve(sums, episodes=(undecided,))], {"sums": Passing("correct")})
     assert alone["pass_rate"] == mean(0, 1)
+
+
+def test_columns_of_the_generator_come_along_and_are_filled_where_a_sequence_lacks_them() -> None:
+    routed = np.arange(10, dtype=np.int16).reshape(5, 2)
+    shares = np.linspace(0, 1, 3, dtype=np.float32)
+    played = [
+        evolve(trajectory(2, 3), columns={"routed_experts": routed}),
+        evolve(trajectory(2, 1), columns={"shares": shares}),
+    ]
+    batch = collate([Group(0, "sums", 0, (episode("sums", 0, {"won": 1.0}, *played),))], 1.0, ["sums"])
+    assert batch["routed_experts"].tolist() == [*routed.tolist(), *[[-1, -1]] * 3]
+    assert batch["routed_experts"].dtype == np.int16
+    np.testing.assert_array_equal(batch["shares"], np.array([np.nan] * 5 + shares.tolist(), np.float32))

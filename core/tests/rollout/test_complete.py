@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Request, Sampling
-from whet.rollout.complete import complete
+from whet.rollout.complete import complete, merged_columns
 from whet_testing.fakes import ByteCodec, FakeGenerator
 
 CODEC = ByteCodec()
@@ -39,7 +39,9 @@ class Cutting(FakeGenerator):
         version, self.version = self.version, self.version + 1
         logprobs = -np.arange(said, said + len(tokens), dtype=np.float32) - 1
         versions = ((0, version),) if len(tokens) else ()
-        return Completion(request.id, tokens, logprobs, stop, versions, {"routed": tokens * 2})  # type: ignore[arg-type]
+        routed = np.concatenate([request.tokens, tokens]) * 2
+        routed[-1:] = -1  # as the last token was no input
+        return Completion(request.id, tokens, logprobs, stop, versions, {"routed": routed})  # type: ignore[arg-type]
 
 
 def ask(generator: FakeGenerator, **sampling: object) -> Completion:
@@ -65,7 +67,7 @@ def test_the_parts_are_joined_with_logprobs_versions_and_columns() -> None:
     assert (made.id, text(made), made.stop) == ("r", "hello world", "stop")
     assert made.versions == ((0, 0), (3, 2), (7, 3))
     assert made.logprobs.tolist() == [-i - 1.0 for i in range(11)]
-    assert made.columns["routed"].tolist() == (made.tokens * 2).tolist()
+    assert made.columns["routed"].tolist() == [*(np.concatenate([CODEC.encode("p:"), made.tokens[:-1]]) * 2), -1]
     assert [CODEC.decode(r.tokens) for r in generator.requests] == ["p:", "p:hel", "p:hel", "p:hello w"]
     assert [r.sampling.max_tokens for r in generator.requests] == [20, 17, 17, 13]
     assert [r.prefix for r in generator.requests] == ["shared", "", "", ""]
@@ -98,7 +100,7 @@ def test_the_limit_holds_over_all_parts() -> None:
 def test_a_stop_string_across_parts_ends_the_answer(cuts: list[int]) -> None:
     made = ask(Cutting("one. STOP two", [2, *cuts]), stop=("STOP", "never said"))
     assert (text(made), made.stop) == ("one. STOP", "stop")
-    assert len(made.logprobs) == len(made.tokens) == len(made.columns["routed"])
+    assert len(made.logprobs) == len(made.tokens) == len(made.columns["routed"]) - 2
     assert made.versions[-1][0] < len(made.tokens)
 
 
@@ -110,3 +112,16 @@ def test_a_generator_that_cuts_short_at_the_limit_is_not_asked_for_nothing() -> 
 
     made = ask(Late("hello world", []), max_tokens=5)
     assert (text(made), made.stop) == ("hello", "length")
+
+
+def test_the_first_record_of_a_token_counts_over_several_turns() -> None:
+    """Of a turn, its last token is recorded by the turn after, whose input it is."""
+
+    def turn(prompt: int, tokens: int, number: int) -> tuple[int, Completion]:
+        column = np.full((prompt + tokens, 1), number, np.int16)
+        column[-1] = -1
+        made = np.zeros(tokens, np.int64), np.zeros(tokens, np.float32)
+        return prompt, Completion("r", *made, "stop", ((0, 0),), {"routed": column})
+
+    merged = merged_columns([turn(2, 3, 1), turn(7, 2, 2)], 10)
+    assert merged["routed"][:, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, -1, -1]

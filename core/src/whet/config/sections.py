@@ -214,6 +214,9 @@ class ProbeSection:
 class WeightSyncSection:
     """How the trainer's weights are sent to the generator."""
 
+    content: Literal["auto", "merged", "adapter"] = "auto"
+    """If the backend trains an adapter: send it `merged` into all weights, or the `adapter` alone, which the generator
+    applies. `auto`: the adapter, if the generator can."""
     probe: ProbeSection = attrs.Factory(ProbeSection)
     """Whether the generator really computes with the trainer's weights."""
 

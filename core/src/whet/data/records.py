@@ -128,7 +128,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     """Which weights made which tokens: (first token, version), ascending; usually one entry."""
     columns: Mapping[str, NDArray[Any]] = field(factory=dict)
-    """Further per-token columns that the generator computes."""
+    """Further columns that the generator records: [prompt + completion, ...], -1 or NaN where nothing is known."""
 
 
 @frozen
@@ -199,6 +199,8 @@ class Trajectory:
     """The rewards of turns and tokens. `rewards` includes them."""
     apart: bool = False
     """Whether the sequence, or a part of it, has rewards of its own."""
+    columns: Mapping[str, NDArray[Any]] = field(factory=dict)
+    """Further columns that the generator recorded: [L, ...]."""
 
 
 @frozen(eq=False)

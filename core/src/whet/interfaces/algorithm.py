@@ -135,11 +135,6 @@ class Parts:
     keep: Callable[[Selection, Any], Any] = lambda selection, component: component
     """Saves the state of a component with each checkpoint, and returns the component; see `whet.interfaces.state`."""
 
-    @property
-    def refit(self) -> Callable[..., None]:
-        """Return `sync_weights`. `refit` is the old name, kept for one version."""
-        return self.sync_weights
-
     def build(self, selection: Selection) -> Any:
         """Build a component that runs on the driver, e.g. an advantage estimator.
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from whet.interfaces.weights import TransferSpec
     from whet.interfaces.workers import Pending
 
-Weights = Literal["policy", "reference", "teacher"]
+Weights = Literal["policy", "reference", "teacher", "base", "trial"]
 """A set of weights. `policy`: the weights in training. `reference`: the weights at the start of the run. `teacher`: a
-second model that the same workers hold."""
+second model that the same workers hold. Of a backend that trains an adapter, `base`: the model without one. `trial`:
+the model with a random adapter that changes its outputs clearly, which proves that a generator applies adapters."""
 
 
 class PendingSave(Protocol):
@@ -94,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def send_weights(self, spec: "TransferSpec") -> "Pending":
-        """Start to send the policy's weights as one transfer. The call is done when every bucket has been received."""
+        """Start to send the weights of one transfer. The call is done when every bucket has been received."""
         ...
 
     def save(self, folder: "Path") -> "Pending":

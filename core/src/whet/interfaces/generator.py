@@ -1,4 +1,10 @@
-"""The contract of a generator: tokens in, tokens and logprobs out."""
+"""The contract of a generator: tokens in, tokens and logprobs out.
+
+If `RoleContext.columns` names columns, a generator records them with each completion. Its facts list those it can:
+
+    routed_experts   [prompt + completion, layers * k] int16   the k experts of each layer with experts that computed
+                                                               the token as an input; -1: unknown, as at the last token
+"""
 
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import field, frozen
 
+from whet.component import AdapterInfo
+
 if TYPE_CHECKING:
     from whet.data.metrics import Metric
     from whet.data.records import Completion, Request
@@ -47,10 +49,11 @@ class TransferSpec:
     """A secret in hexadecimal digits that sender and receiver must know. Transports that use the exchange need it."""
     kept: bool = True
     """For `broadcast` and `cuda-ipc`: whether senders keep a copy of the weights for late receivers."""
-
-
-Link = TransferSpec
-"""The old name of `TransferSpec`, kept for one version."""
+    adapter: AdapterInfo | None = None
+    """The stream holds this adapter alone, by the names and shapes of PEFT. None: all weights, with any adapter merged
+    into them."""
+    weights: str = "policy"
+    """The set of weights that is sent: `policy`, or `trial` for a probe; see `whet.interfaces.backend.Weights`."""
 
 
 @frozen
@@ -119,12 +122,14 @@ class Probe(Protocol):
 
     overdue: bool
     """Whether a replica came back to weights that were not checked."""
+    trial: bool
+    """Whether the next weight sync must follow one of `trial` weights, with which it is checked."""
 
     def due(self, version: int) -> bool:
         """Return whether this weight sync, the next of this run attempt, must be checked."""
         ...
 
-    def __call__(self, version: int) -> Proof | None:
+    def __call__(self, version: int, weights: str = "policy") -> Proof | None:
         """Check all replicas that are present, while the trainer still holds the weights that it sent.
 
         Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`.

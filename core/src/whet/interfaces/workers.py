@@ -4,7 +4,6 @@ Backends and generators use nothing else of the runtime. Launchers implement thi
 the driver's process, `whet.runtime.local` with worker processes, and plugins on clusters of several machines.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,6 +13,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from whet.component import AdapterInfo
     from whet.data.model_info import ModelInfo
     from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
@@ -246,13 +246,7 @@ class RoleContext:
     """Whether this role trains the model. If not, the model needs no optimizer."""
     replacing: Replacing | None = None
     """Only for generators. None: lost replicas are not replaced."""
-
-    @property
-    def slice(self) -> WorkerGroup:
-        """Return the worker group, under its name of before. It goes in the next version."""
-        warnings.warn("RoleContext.slice is RoleContext.worker_group now", DeprecationWarning, stacklevel=2)
-        return self.worker_group
-
-
-Slice, Site = WorkerGroup, RoleContext
-"""The old names of `WorkerGroup` and `RoleContext`, kept for one version."""
+    columns: frozenset[str] = frozenset()
+    """Only for generators. The columns that completions must have; see `whet.interfaces.generator`."""
+    adapter: "AdapterInfo | None" = None
+    """Only for generators: the adapter that weight syncs bring in the place of all weights. None: they bring none."""

@@ -47,7 +47,7 @@ def config_problems(
     yield from _epochs(config.run, config.data, name, roles.algorithm, feeds_on)
     yield from _needs(name, config.roles, roles)
     yield from _losses(roles, feeds_on)
-    yield from _weights(name, roles)
+    yield from _weights(name, roles, feeds_on)
     yield from incompatibilities(name, roles)
     yield from _lengths(config.rollout, model, roles)
     yield from _conversations(config.rollout, model, roles, models)
@@ -168,8 +168,13 @@ def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
             yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
 
 
-def _weights(name: str, roles: Roles) -> Iterator[Problem]:
-    """Find sets of weights that the algorithm scores with and the backend does not hold."""
+def _weights(name: str, roles: Roles, feeds_on: str) -> Iterator[Problem]:
+    """Find sets of weights and columns that nobody gives: the backend holds weights, the generator records columns."""
+    sampled = feeds_on == "rollouts" and "generator" in roles.names
+    generator = roles.of(GeneratorFacts).get("generator", GeneratorFacts())
+    for column in sorted(roles.backend.columns_wanted - (generator.columns_given if sampled else frozenset())):
+        why = f"the generator {roles['generator'].selection.name} cannot record it" if sampled else "data has none"
+        yield Problem("backend", f"wants the column {column!r} of a generator, and {why}")
     selection = roles["backend"].selection
     for weights in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
         why = f"{name} scores with the weights {weights!r}, and the backend {selection.name} holds no such copy"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import field, frozen
 
-from whet.component import MemoryTerm, Problem
+from whet.component import AdapterInfo, GeneratorFacts, MemoryTerm, Problem
 from whet.config.cluster import ClusterSection
 from whet.errors import ConfigError
 from whet.interfaces.weights import STREAMED
@@ -66,6 +66,7 @@ class Way:
     """Why that way: where the two are, or whose choice it is."""
     senders: int = 1
     receivers: int = 1
+    adapter: AdapterInfo | None = None
     """See `whet.interfaces.weights.TransferSpec`."""
 
 
@@ -110,7 +111,29 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
             yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
 
 
-def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator") -> Way:
+def adapter_of(content: str, roles: Roles, name: str, transport: str) -> tuple[AdapterInfo | None, str]:
+    """Return the adapter that travels to a generator without its base, if one does, and the reason as words.
+
+    Raises `ConfigError` where `weight_sync.content` wants one that cannot.
+    """
+    adapter, facts, who = roles.backend.adapter, roles[name].facts, roles[name].selection.name
+    lacking = sorted({*adapter.kinds} - facts.adapters) if adapter and isinstance(facts, GeneratorFacts) else []
+    if adapter is None:
+        why = "the backend trains none"
+    elif name != "generator":
+        why = f"{name} may begin with other weights than the adapter's"
+    elif lacking or transport in STREAMED:
+        why = f"{who} applies no adapter of {lacking[0]}" if lacking else f"{transport} carries all weights"
+    else:
+        why = "weight_sync.content says" if content == "merged" else ""
+    if content == "adapter" and why and name == "generator":
+        raise ConfigError(f"weight_sync.content is adapter, but {why}; set it to auto")
+    if adapter is None or why:
+        return None, f"; the adapter merged into them, as {why}" if adapter else ""
+    return adapter, f"; the adapter alone, which {who} applies"
+
+
+def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", content: str = "auto") -> Way:
     """Choose how weights travel to a generator. Raises `ConfigError`."""
     backend, generator, inline = roles["backend"], roles[name], cluster.workers == "inline"
     together = inline or roles.share("backend", name)
@@ -120,8 +143,9 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator") -> Wa
     one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
+    adapter, words = adapter_of(content, roles, name, cluster.transport)
     transport = choose_transport(
-        backend.facts.transports,
+        [one for one in backend.facts.transports if adapter is None or one not in STREAMED],
         generator.facts.transports,
         same_process=same_process,
         same_host=same_host,
@@ -139,9 +163,9 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator") -> Wa
     )
     if same_process and transport != "shared":
         where += ", and not both offer shared"
-    reason = "as cluster.transport says" if cluster.transport else f"as they are {where}"
+    reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
     if transport not in STREAMED:
-        return Way(transport, reason)
+        return Way(transport, reason, adapter=adapter)
     receivers = generator.ranks * generator.facts.processes
     return Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, backend.ranks)
 

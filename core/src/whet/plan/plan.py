@@ -141,7 +141,7 @@ def make_plan(
     for role in roles if trains else ():
         try:
             if role.generates and role.sync_every:
-                ways[role.name] = way_of(config.cluster, roles, role.name)
+                ways[role.name] = way_of(config.cluster, roles, role.name, config.weight_sync.content)
         except ConfigError as error:
             problems.append(Problem("cluster.transport" if config.cluster.transport else role.path, str(error)))
     way = ways.pop("generator", None)
@@ -174,7 +174,8 @@ def make_plan(
 
 def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
     """Add the weights that processes of one machine share, in the smallest dtype, to what the backend holds."""
-    if role.role != "backend" or way is None or way.transport != "shared-memory" or not model.parameters:
+    sent = way is not None and way.transport == "shared-memory" and way.adapter is None
+    if role.role != "backend" or not sent or not model.parameters:
         return role
     change = "cluster.transport: disk hands weights over by files"
     shared = MemoryTerm(

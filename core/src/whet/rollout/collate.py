@@ -58,6 +58,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
             "sampler_logprobs": _joined(trajectories, "logprobs", np.float32),
             "version": _joined(trajectories, "versions", np.int32),
             **_turns(trajectories),
+            **_recorded(trajectories),
         },
         per_sequence={
             "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
@@ -108,6 +109,19 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
             rewards[start + span.end - 1] += span.weight * span.value
     several, placed = any(len(t.turns) > 1 for t in trajectories), any(t.spans for t in trajectories)
     return {**({"turn": turn} if several or placed else {}), **({"span_rewards": rewards} if placed else {})}
+
+
+def _recorded(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """Return the columns [tokens, ...] that the generator recorded, -1 or NaN in sequences that lack them."""
+    found = {name: column for t in trajectories for name, column in t.columns.items()}
+    return {
+        name: np.concatenate([
+            t.columns[name] if name in t.columns
+            else np.full((len(t.tokens), *one.shape[1:]), np.nan if one.dtype.kind == "f" else -1, one.dtype)
+            for t in trajectories
+        ])
+        for name, one in found.items()
+    }  # fmt: skip
 
 
 def _joined(trajectories: Sequence[Trajectory], name: str, dtype: type) -> NDArray[Any]:

@@ -10,10 +10,12 @@ version with which it was sampled.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from attrs import evolve
+from numpy.typing import NDArray
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Request
@@ -58,7 +60,6 @@ def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntA
         for first, version in part.versions
     ]
     end = _stop_across(tokens, starts[1:].tolist(), request.sampling.stop, decode)
-    columns = set.intersection(*(set(part.columns) for part in parts))
     return Completion(
         id=request.id,
         tokens=tokens[:end],
@@ -69,8 +70,28 @@ def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntA
             for i, (first, version) in enumerate(versions)
             if first < end and (i == 0 or version != versions[i - 1][1])
         ),
-        columns={name: np.concatenate([part.columns[name] for part in parts])[:end] for name in sorted(columns)},
+        columns=merged_columns(
+            [(len(request.tokens) + int(start), part) for start, part in zip(starts, parts, strict=True)],
+            len(request.tokens) + end,
+        ),
     )
+
+
+def merged_columns(parts: Iterable[tuple[int, Completion]], length: int) -> dict[str, NDArray[Any]]:
+    """Return the columns [length, ...] of a sequence, from its completions and the positions where they begin.
+
+    The first record of a token counts. A completion knows nothing about its last token, which is its successor's input.
+    """
+    found, known = dict[str, NDArray[Any]](), dict[str, int]()
+    for begin, completion in parts:
+        for name, column in completion.columns.items():
+            if name not in found:
+                fill = np.nan if column.dtype.kind == "f" else -1
+                found[name] = np.full((length, *column.shape[1:]), fill, column.dtype)
+            first, end = known.get(name, 0), min(begin + len(completion.tokens), length)
+            found[name][first:end] = column[first:end]
+            known[name] = end - 1
+    return found
 
 
 def _stop_across(

@@ -25,7 +25,7 @@ from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import Address, EpisodeInfo, checked_rewards
 from whet.plugins.endpoints import InstalledEndpoints
-from whet.rollout.complete import complete
+from whet.rollout.complete import complete, merged_columns
 from whet.rollout.gate import Gate
 from whet.rollout.rewards import RecordedReward
 from whet.rollout.routing import Route
@@ -287,6 +287,7 @@ class RecordedModel:
         return Trajectory(
             self._tokens, mask, logprobs, versions, prompt_length, "context" if self._full else stop,
             tuple((begin, begin + len(completion.tokens)) for begin, completion, _ in self._completions), self.agent,
+            columns=merged_columns(((begin, completion) for begin, completion, _ in self._completions), length),
         )  # fmt: skip
 
 
@@ -300,6 +301,9 @@ def checked_completion(completion: Completion, request: Request) -> Completion:
             f"the generator gave {len(completion.logprobs)} logprobs for the {count} tokens of request {request.id}, "
             f"wanted a finite one for each; the lowest is {np.min(completion.logprobs, initial=0.0)}"
         )
+    wanted = len(request.tokens) + count
+    if odd := [name for name, column in completion.columns.items() if len(column) != wanted]:
+        raise PluginError(f"the generator gave {odd[0]} of request {request.id} not for its {wanted} tokens in all")
     if not completion.versions or completion.versions[0][0] != 0:
         raise PluginError(f"the generator gave no weight version for the first token of request {request.id}")
     return completion

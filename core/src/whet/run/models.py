@@ -149,6 +149,8 @@ def start(
             # With another chat template or tokenizer, a text may have more tokens than it has for the policy.
             max_context=0 if role in asked else prepared.plan.max_context,
             trained=role == "generator" or prepared.roles[role].trained,
+            columns=prepared.roles.backend.columns_wanted if role == "generator" else frozenset(),
+            adapter=prepared.plan.way.adapter if role == "generator" and prepared.plan.way else None,
             replacing=attempt.recovery.replacing(weights.resync if (weights := syncs.get(role)) else None),
         )
         attempt.observers.status(f"{role} to start")

@@ -71,11 +71,19 @@ class WeightSync:
     def __call__(self, *, version: int) -> None:
         """Send the weights of step `version` to the generator. Raises `WeightSyncError` if it does not have them."""
         self._before()
+        if self._probe is not None and self._probe.trial:
+            self._send(version, "trial")
+            self._before()
+        self._send(version, "policy")
+        for call in self._after:
+            call(version)
+
+    def _send(self, version: int, weights: str) -> None:
         with ExitStack() as held:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
                 session = f"{version}-{next(self._count)}"
-                spec = attrs.evolve(self._template, session=session, version=version)
+                spec = attrs.evolve(self._template, session=session, version=version, weights=weights)
                 self._last, self._proof = spec, None
                 ends = [
                     self._backend.send_weights(spec),
@@ -84,11 +92,9 @@ class WeightSync:
                 ends[0].result()
                 self._carry(spec)
                 ends[1].result()
-            if self._probe is not None and self._probe.due(version):
+            if self._probe is not None and (weights == "trial" or self._probe.due(version)):
                 with self._spans.phase("generator", "probe"):
-                    self._proof = self._probe(version)
-        for call in self._after:
-            call(version)
+                    self._proof = self._probe(version, weights)
 
     def resync(self, give: "Give") -> None:
         """Send the weights of the last sync to one receiver again: call `give` with its transfer and its proof.
@@ -120,6 +126,7 @@ def make_weight_sync(
     spec = TransferSpec(
         way.transport, str(folder.resolve()), "", 0, senders=way.senders, receivers=way.receivers,
         timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
+        adapter=way.adapter,
     )  # fmt: skip
     address = cluster.launcher.address if cluster else lambda: "127.0.0.1"
     copy_memory = cluster.copy_memory if cluster else lambda *order: {}
@@ -142,5 +149,6 @@ def make_probe(
     return load_probe()(
         section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
         temperature=temperature, dtypes=(dtype or model.dtype, model.dtype), replicas=roles["generator"].ranks,
-        generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"], run=run,
+        generator=generator, run=run, trial="trial" in roles.backend.weights_given,
+        score=lambda batch, weights: trainer.score(batch, ("logprobs",), weights)["logprobs"],
     )  # fmt: skip

@@ -52,6 +52,7 @@ RECORDS: Final = {
     "Group": "whet.data.records",
     "Batch": "whet.data.batch",
     "Metric": "whet.data.metrics",
+    "AdapterInfo": "whet.component",
     "Span": "whet.data.spans",
     "Spec": "whet.component",
     "TransferSpec": "whet.interfaces.weights",

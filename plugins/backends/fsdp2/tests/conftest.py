@@ -41,6 +41,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Ca
     return folder
 
 
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of a random mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=48, intermediate_size=64, moe_intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def _stir(path: Path) -> None:
     """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
     from safetensors.torch import load_file, save_file
@@ -128,3 +144,42 @@ def _make_batch() -> Callable[..., Batch]:
 @pytest.fixture(scope="module", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
+
+
+GROUPS = {"sft": (1, 1), "pairs": (2, 2), "samples": (8, 1)}
+"""Sequences of a group, and of a unit."""
+
+
+def make_demonstrations(sizes: list[int], group: list[int] | None = None) -> Batch:
+    """Sequences of which this many tokens pass the model."""
+    rows = [{"tokens": np.arange(n + 1) + 7 * i, "loss_mask": np.arange(n + 1) > 0} for i, n in enumerate(sizes)]
+    return from_sequences(rows, prompt_lengths=[1] * len(sizes), group=group)
+
+
+def make_groups(kind: str, groups: int, seed: int = 0) -> Batch:
+    """Groups with a prompt of about 20 tokens; completions are of very unequal lengths."""
+    draw = np.random.default_rng(seed)
+    samples, unit = GROUPS[kind]
+    rows, prompts, group = [], [], []
+    for g in range(groups):
+        prompt = draw.integers(100, size=draw.integers(5, 40))
+        for _ in range(samples):
+            answer = draw.integers(100, size=int(draw.lognormal(3.5, 0.7)) + 1)
+            tokens = np.concatenate([prompt, answer])
+            rows.append({"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)})
+            prompts.append(len(prompt))
+            group.append(g)
+    made = from_sequences(rows, prompt_lengths=prompts, group=group)
+    return made.with_columns(unit=np.arange(made.sequences) // unit)
+
+
+@pytest.fixture(scope="session")
+def demonstrations() -> Callable[..., Batch]:
+    """Give `make_demonstrations`."""
+    return make_demonstrations
+
+
+@pytest.fixture(scope="session")
+def drawn() -> Callable[..., Batch]:
+    """Give `make_groups`."""
+    return make_groups

@@ -3,6 +3,9 @@ import pytest
 import torch
 
 from whet.component import Spec
+from whet_fsdp2 import attention
+from whet_fsdp2.blocks import AttentionPlan
+from whet_fsdp2.few_queries import attend_few, keys_of
 from whet_fsdp2.narrowed import narrow
 
 LOSSES = {"lm": Spec("whet_testing.losses:Weighted"), "value": Spec("whet_testing.losses:Regression")}
@@ -20,7 +23,7 @@ def answers_alone(batch):
 @pytest.mark.parametrize("head", LOSSES)
 def test_values_and_gradients_are_those_of_all_places(make_worker, answers_alone, gradients, head, layout):
     worker = make_worker(head=head, layout=layout)
-    assert len(worker._root.narrowed) == 2
+    assert len(worker._root.narrowed) == 3
     outputs = ("values",) if head == "value" else ("logprobs", "entropy")
     found = worker.score(answers_alone, outputs), gradients(worker, answers_alone, LOSSES[head])
     for one in worker._root.narrowed:
@@ -46,6 +49,25 @@ def test_the_last_layer_is_computed_only_where_it_is_read(make_worker, answers_a
     worker.train(answers_alone, LOSSES["lm"])
     assert seen["network 1"] == {answers_alone.sequences}
     assert min(seen["network 0"]) > answers_alone.sequences
+
+
+def test_where_few_positions_are_read_attention_has_no_other_queries(make_worker, answers_alone, monkeypatch):
+    made = []
+    monkeypatch.setattr(attention, "attend_few", lambda *args: made.append(args[3]) or attend_few(*args))
+    worker = make_worker(head="value", layout="shared")
+    made.clear()  # of the probe when it was loaded
+    worker.train(answers_alone, LOSSES["value"])
+    assert [len(rows) for rows in made] == [answers_alone.sequences]
+
+
+def test_the_keys_of_a_position_are_its_prompt_and_what_is_before_it():
+    # segments [0 1 2] [3 4], then [5 6] and [7 8 9] behind the first and [10] behind the second
+    plan = AttentionPlan(np.array([3, 2, 2, 3, 1]), np.array([-1, -1, 0, 0, 1]))
+    tokens, real = keys_of(plan, np.array([1, 6, 8, 10]))
+    assert [row[there].tolist() for row, there in zip(tokens, real, strict=True)] == [
+        [0, 1], [0, 1, 2, 5, 6], [0, 1, 2, 7, 8], [3, 4, 10],
+    ]  # fmt: skip
+    assert keys_of(plan, np.arange(11)) is None
 
 
 def test_where_nearly_all_is_read_nothing_is_picked_out(make_worker, batch):

@@ -1,15 +1,18 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from whet.component import Spec
+from whet.component import Spec, resolve
+from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, LoraConfig, OptimizerConfig
+from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 
@@ -34,11 +37,13 @@ def backends(cluster, folders, tmp_path):
     """Give a function that builds backends on one and on two ranks."""
     built = []
 
-    def build(dtype="float32", family="qwen3", **config):
-        config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), **config)
+    def build(dtype="float32", family="qwen3", folder=None, **config):
+        config = Fsdp2Config(**{"optimizer": OptimizerConfig(lr=1e-2), **config})
         for size in (1, 2):
             place = cluster.worker_group("backend", size) if size > 1 else None
-            context = make_context(tmp_path / f"{dtype}-{size}", "backend", folders(family), place, dtype=dtype)
+            context = make_context(
+                tmp_path / f"{dtype}-{size}", "backend", folder or folders(family), place, dtype=dtype
+            )
             built.append(Fsdp2Backend(config, context))
         return built[-2:]
 
@@ -67,6 +72,9 @@ def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
     assert numbers(two.train(half, SKIPPING)) == pytest.approx(numbers(one.train(half, SKIPPING)), rel=1e-4)
 
     order = np.random.default_rng(0).permutation(batches[0].sequences)
+    # what is dead is known before the batch is shared out
+    asked = half.take(order)
+    assert two._live(asked, SKIPPING).tolist() == (asked["advantages"] != 0).tolist()
     mixed = batches[0].take(order)
     for weights in ("policy", "reference"):
         expected, found = (backend.score(mixed, ("logprobs", "entropy"), weights) for backend in (one, two))
@@ -114,6 +122,30 @@ def test_two_ranks_give_the_outputs_of_one(backends, folders, make_batch):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_two_ranks_give_the_numbers_and_loads_of_one_for_a_mixture_of_experts(backends, make_batch, tmp_path):
+    experts = ExpertsConfig(balance=0.1, z_loss=0.01)
+    one, two = backends(family="qwen3_moe", micro_batch_tokens=40, experts=experts, gradient_checkpointing=True)
+    batches = [make_batch(seed) for seed in range(3)]
+    half = batches[0].with_columns(advantages=np.where(batches[0]["group"] < 2, 1, 0).astype(np.float32))
+    for batch, loss in [*((batch, LIKELIHOOD) for batch in batches), (half, SKIPPING), (half.take([0]), SKIPPING)]:
+        expected, found = ({n: m.number() for n, m in b.train(batch, loss).items()} for b in (one, two))
+        names = ["loss", "grad_norm", *(name for name in expected if name.startswith("experts/"))]
+        assert len(names) == 8
+        assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=2e-4)
+    for backend, name in ((one, "one"), (two, "two")):
+        backend.export(tmp_path / name)
+    from safetensors.torch import load_file
+
+    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in exported[0]
+    for name in exported[0]:
+        torch.testing.assert_close(exported[1][name], exported[0][name], atol=1e-3, rtol=0)
+    two.save(tmp_path / "saved").result()
+    one.load(tmp_path / "saved")
+    found, expected = (backend.score(batches[0], ("logprobs",))["logprobs"] for backend in (one, two))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_two_ranks_give_the_values_of_one(backends, make_batch):
     one, two = backends(head="value")
     for batch in (make_batch(), make_batch(1).take([0])):
@@ -121,6 +153,99 @@ def test_two_ranks_give_the_values_of_one(backends, make_batch):
         np.testing.assert_allclose(found, expected, atol=1e-4)
         expected, found = (numbers(b.train(batch, Spec("whet_testing.losses:Regression"))) for b in (one, two))
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_ranks_train_the_adapter_of_one(backends, make_batch, moe, tmp_path):
+    from safetensors.torch import load_file
+
+    # AdamW divides a gradient near zero by itself: without a larger eps, rounding decides about the step of its weight.
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-4)
+    for folder, lora, options in (
+        (None, LoraConfig(rank=4), {"gradient_checkpointing": True}),
+        (moe, LoraConfig(rank=4, experts=True), {}),
+    ):
+        one, two = backends(folder=folder, lora=lora, optimizer=optimizer, micro_batch_tokens=40, **options)
+        for weights in ("policy", "reference", "trial"):
+            expected, found = (
+                backend.score(make_batch(), ("logprobs",), weights)["logprobs"] for backend in (one, two)
+            )
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        for batch in (make_batch(), make_batch(1), make_batch(2).take([0]), make_batch(3)):
+            expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
+            assert found == pytest.approx(expected, rel=1e-4)
+        saved = []
+        for backend, name in ((one, f"one-{len(options)}"), (two, f"two-{len(options)}")):
+            backend.save(tmp_path / name).result()
+            backend.export(tmp_path / f"export-{name}")
+            saved.append([load_file(tmp_path / name / "adapter_model.safetensors"),
+                          load_file(tmp_path / f"export-{name}" / "model.safetensors")])  # fmt: skip
+        for first, second in zip(*saved, strict=True):
+            assert set(first) == set(second)
+            for name, tensor in first.items():
+                torch.testing.assert_close(second[name], tensor, atol=1e-3, rtol=0)
+        two.load(tmp_path / f"one-{len(options)}")
+        one.load(tmp_path / f"two-{len(options)}")
+        one.load(tmp_path / f"one-{len(options)}")
+        expected, found = (numbers(backend.train(make_batch(4), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_of_a_split_model_have_the_gradients_of_the_whole_one(cluster, folders, moe):
+    target = f"file:{Path(__file__).parent / 'parallel_adapters.py'}:ParallelAdapters"
+    whole = resolve(target)(WorkerRank("backend", 0, 1))
+    cases = (
+        (folders("llama"), {"tp_size": 2}, False),
+        (folders("qwen3"), {"tp_size": 2}, False),
+        (moe, {"tp_size": 2}, True),
+        (moe, {"tp_size": 2, "ep_size": 2}, True),
+    )
+    workers = cluster.worker_group("backend", 2).spawn(target, {})
+    try:
+        for folder, split, experts in cases:
+            expected = whole.compute(str(folder), split, experts)
+            for found in workers.call("compute", str(folder), split, experts):
+                assert set(found) == set(expected)
+                for name, array in expected.items():
+                    scale = max(1.0, float(np.abs(array).max())) if name.startswith("gradient") else 1.0
+                    np.testing.assert_allclose(found[name], array, atol=1e-5 * scale, err_msg=f"{split} {name}")
+                assert all(np.abs(array).max() > 1e-4 for name, array in expected.items() if "gradient" in name[:8])
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    ("split", "experts"),
+    [({"tensor": 2}, False), ({"context": 2}, False), ({"tensor": 2}, True), ({"expert": 2}, True)],
+)
+def test_an_adapter_is_trained_as_on_one_rank_however_the_model_is_split(
+    cluster, folders, moe, make_batch, tmp_path, split, experts
+):
+    lora = LoraConfig(rank=4, experts=experts)
+    common = {"lora": lora, "optimizer": OptimizerConfig(lr=1e-2, eps=1e-4), "micro_batch_tokens": 60}
+    backends = []
+    for size, parallel in ((1, {}), (2, split)):
+        place = cluster.worker_group("backend", size) if size > 1 else None
+        context = make_context(tmp_path / f"{size}", "backend", moe if experts else folders("qwen3"), place)
+        backends.append(Fsdp2Backend(Fsdp2Config(**common, parallel=ParallelConfig(**parallel)), context))
+    try:
+        for seed in range(3):
+            expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in backends)
+            assert found == pytest.approx(expected, rel=1e-4)
+        for weights in ("policy", "reference", "trial"):
+            expected, found = (b.score(make_batch(), ("logprobs",), weights)["logprobs"] for b in backends)
+            np.testing.assert_allclose(found, expected, atol=2e-4)
+    finally:
+        for backend in backends:
+            backend.close()
+
+
+def test_two_ranks_train_an_adapter_in_bfloat16_and_a_value_head(backends, make_batch):
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
+    one, two = backends(dtype="bfloat16", head="value", lora=LoraConfig(rank=4), optimizer=optimizer)
+    for seed in range(3):
+        loss = Spec("whet_testing.losses:Regression")
+        expected, found = (numbers(backend.train(make_batch(seed), loss)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)

@@ -11,7 +11,7 @@ from whet.data.batch import concatenate
 from whet.errors import WhetError
 from whet_fsdp2.root import Root
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied", "qwen3_moe", "mixtral"]
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 WEIGHTED = Spec("whet_testing.losses:Weighted")
 SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})

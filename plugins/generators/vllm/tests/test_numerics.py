@@ -94,7 +94,7 @@ def served(models: Any, tmp_path: Path, in_this_process: None) -> Iterator[Serve
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_before_after_and_after_twenty_weight_syncs(
     models: Any, tmp_path: Path, in_this_process: None, family: str, tied: bool
 ) -> None:

@@ -84,9 +84,11 @@ class Halving:
         return Done()
 
 
-def made(generator: Halving, batches: list[Batch], **options: Any) -> Probe:
-    def score(batch: Batch) -> Any:
+def made(generator: Halving, batches: list[Batch], base: float = 0.0, **options: Any) -> Probe:
+    def score(batch: Batch, weights: str) -> Any:
         batches.append(batch)
+        if weights == "base":
+            return np.where(batch["loss_mask"], np.log(0.5) + base, 0.0)
         return np.where(batch["loss_mask"], np.log(0.5), 0.0)
 
     settings = {"opening": (1,), "tokens": np.arange(100, 200), "room": 0, "temperature": 1.0, **options}
@@ -157,3 +159,26 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
     assert due(sync, probe, batches, range(20, 21)) == []
     generator.away = {1}
     assert due(sync, probe, batches, range(21, 23)) == [21]
+
+
+@pytest.mark.parametrize(
+    ("off", "base", "passes"), [(0.0, 0.1, True), (5e-4, 0.1, True), (5e-4, 1e-3, False), (0, 0, False)]
+)
+def test_after_a_trial_the_logprobs_must_be_far_from_those_of_the_base(off: float, base: float, passes: bool) -> None:
+    generator, batches = Halving(), list[Batch]()
+    generator.off[1] = off
+    probe = made(generator, batches, base=base, trial=True)
+    sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), Spans())
+    sync.connect(FakeBackend(), generator, probe=probe)  # type: ignore[arg-type]
+    if passes:
+        sync(version=7)
+        assert not probe.trial
+        assert len(batches) == 3, "with the trial, without it, and after the sync that follows"
+        sync(version=7)
+        assert len(batches) == 4
+    else:
+        with pytest.raises(
+            WeightSyncError, match=r"replica [01] of the generator does not apply the adapter: .* a random"
+        ):
+            sync(version=7)
+        assert probe.trial

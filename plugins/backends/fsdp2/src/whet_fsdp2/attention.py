@@ -22,6 +22,8 @@ from torch import Tensor
 
 from whet.errors import WhetError
 from whet_fsdp2.blocks import AttentionPlan, Block, HeadPlan, Part
+from whet_fsdp2.few_queries import attend_few, keys_of
+from whet_fsdp2.narrowed import NOWHERE, READ
 from whet_fsdp2.portable import attend_rows
 
 NAME = "whet_packed"
@@ -62,6 +64,9 @@ def packed_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if (piece := whet_plan.piece) is None:
+        read = getattr(module, READ, NOWHERE).rows if query.device.type == "cpu" else None
+        if read is not None and (keys := keys_of(whet_plan, read.numpy())) is not None:
+            return attend_few(query, key, value, read, keys, scale), None
         return _attend(q, k, v, whet_plan, scale)[None], None
     q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
     return piece.to_tokens(_attend(q, k, v, whet_plan, scale))[None], None

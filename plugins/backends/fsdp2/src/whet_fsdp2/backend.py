@@ -10,7 +10,7 @@ import numpy as np
 
 from whet.component import Spec
 from whet.data import metrics
-from whet.data.batch import Batch
+from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Batch, Shards
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.axes import ParallelAxes
@@ -18,7 +18,9 @@ from whet.interfaces.backend import Weights
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Pending, RoleContext, Workers
 from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.layout import Layout
 from whet_fsdp2.saving import BackgroundSave
+from whet_fsdp2.sharing import pair_cost, share
 
 _ROW = "whet_fsdp2_row"
 
@@ -42,6 +44,8 @@ class Fsdp2Backend:
         )
         self._axes = ParallelAxes.reported_by(self._workers)
         self._asleep = False
+        self._layout: Layout = "shared" if config.layout == "auto" else config.layout
+        self._pair = pair_cost(context.model)
 
     @property
     def _awake(self) -> Workers:
@@ -52,22 +56,39 @@ class Fsdp2Backend:
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
-        ranks = self._axes.data
-        whole = None if count_over is None or count_over is batch else count_over.shard(ranks)
-        return metrics.merge(self._axes.scatter(self._awake, "train", batch.shard(ranks), loss, whole))
+        whole = None if count_over is None or count_over is batch else count_over.shard(self._axes.data)
+        shards = self._share(batch, self._live(batch, loss))
+        return metrics.merge(self._axes.scatter(self._awake, "train", shards, loss, whole))
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
         """Return the loss and its metrics, computed without gradient."""
-        return metrics.merge(self._axes.scatter(self._awake, "evaluate", batch.shard(self._axes.data), loss))
+        return metrics.merge(self._axes.scatter(self._awake, "evaluate", self._share(batch), loss))
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Return outputs computed without gradient: NumPy, [N] or [N, K] each, in the order of the batch."""
-        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._axes.data)
+        shards = self._share(batch.with_columns(**{_ROW: np.arange(batch.sequences)}))
         found = self._axes.scatter(self._awake, "score", shards, outputs, weights)
         columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
         joined = attrs.evolve(shards.batch, per_token={**shards.batch.per_token, **columns})
         restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
         return {name: restored[f"output:{name}"] for name in outputs}
+
+    def _share(self, batch: Batch, live: Any = None) -> Shards:
+        """Return the shard of each data-parallel rank, so that all take equally long."""
+        return share(batch, self._axes.data, self._layout, self._pair, live)
+
+    def _live(self, batch: Batch, loss: Spec) -> Any:
+        """Return which sequences [B] can change a loss. None: all that have a target, or there is nothing to share out.
+
+        Only the workers can build the loss. What this costs is small against ranks that wait for others.
+        """
+        if self._axes.data == 1 or set(batch.columns) <= {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS}:
+            return None
+        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._axes.data)
+        found = self._axes.scatter(self._awake, "live", shards, loss, phase="train")
+        live = np.zeros(batch.sequences, np.bool_)
+        live[shards.batch[_ROW]] = np.concatenate(found)
+        return live
 
     def send_weights(self, spec: TransferSpec) -> Pending:
         """Start to send the policy's weights of one transfer. Returns the pending call."""

@@ -13,6 +13,8 @@ def problems(config: Fsdp2Config, path: str) -> Iterator[Problem]:
     """Yield the problems of a section that stands at `path`."""
     yield from _schedule(config.schedule, f"{path}.schedule")
     yield from _optimizer(config.optimizer, f"{path}.optimizer")
+    for number, target in enumerate(config.lora.targets if config.lora else ()):
+        yield from _pattern(target, f"{path}.lora.targets.{number}")
 
 
 def _schedule(schedule: ScheduleConfig, path: str) -> Iterator[Problem]:
@@ -34,13 +36,17 @@ def _optimizer(optimizer: OptimizerConfig, path: str) -> Iterator[Problem]:
             yield Problem(f"{path}.muon.{name}", words)
     for number, group in enumerate(optimizer.groups):
         where = f"{path}.groups.{number}"
-        try:
-            re.compile(group.match)
-        except (re.error, RecursionError, OverflowError) as error:
-            yield Problem(f"{where}.match", f"is no regular expression: {group.match!r}: {error}")
+        yield from _pattern(group.match, f"{where}.match")
         if group.lr is not None and group.lr_factor != 1:
             words = f"is {group.lr_factor:g}, and lr is {group.lr:g}; state one of the two"
             yield Problem(f"{where}.lr_factor", words)
+
+
+def _pattern(pattern: str, path: str) -> Iterator[Problem]:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        yield Problem(path, f"is no regular expression: {pattern!r}: {error}")
 
 
 def _set(config: attrs.AttrsInstance, default: attrs.AttrsInstance, names: Iterable[str] = ()) -> list[str]:

@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, min_len, optional
 
-from whet.component import BackendFacts, MemoryTerm
+from whet.component import AdapterInfo, BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
@@ -105,6 +105,61 @@ class ScheduleConfig:
 
 
 @frozen
+class ExpertsConfig:
+    """Options of mixtures of experts. Dense models ignore them, except that `record` and `replay` are refused."""
+
+    balance: float = field(default=0.0, validator=between(0, FACTOR))
+    """Weight of the load-balancing loss in the objective: E * sum over experts of f * P, f the share of tokens that an
+    expert gets (they add up to the number of chosen experts), P its mean probability (Fedus et al. 2021,
+    arXiv:2101.03961, equations 4 to 6). 0.001 to 0.01 is usual."""
+    balance_over: Literal["batch", "micro-batch"] = "batch"
+    """Tokens over which f and P are taken. `batch`: all tokens of the optimizer step on all ranks (Qiu et al. 2025,
+    arXiv:2501.11873), which does not depend on micro-batches, layout or ranks. It needs f before the first backward
+    pass: with several micro-batches, a forward pass without gradient counts it, unless a replay has it. `micro-batch`:
+    each micro-batch by itself, and the mean over micro-batches, as in `transformers` and Megatron."""
+    balance_of: Literal["layer", "model"] = "layer"
+    """`layer`: the mean of the losses of the layers. `model`: expert i of all layers counts as one expert, as in
+    `load_balancing_loss_func` of `transformers`."""
+    z_loss: float = field(default=0.0, validator=between(0, FACTOR))
+    """Weight of the router z-loss: the mean over tokens and layers of logsumexp(router logits)^2 (Zoph et al. 2022,
+    arXiv:2202.08906, equation 5). 0.001 is usual."""
+    record: bool = False
+    """Ask the generator for the experts that it chooses (column `routed_experts`), and report as
+    `routing/disagreement` how often the trainer chooses others."""
+    replay: bool = False
+    """Compute with the experts that the generator chose, in training and in scores of the policy (routing replay:
+    arXiv:2507.18071, section 5.3, and R3, arXiv:2510.11370). Their weights come from the trainer's own router. Where
+    nothing is recorded, the router chooses. Implies `record`."""
+
+
+@frozen
+class LoraConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights W of the model are frozen, and W + s B A is trained, where A
+    and B are two small matrices.
+    """
+
+    rank: int = field(default=8, validator=between(1, 65_536))
+    """Rows of A and columns of B. More can learn more, and take more memory."""
+    alpha: float = field(default=16.0, validator=above(0, FACTOR))
+    """The scaling s is alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), so that the size of updates does not fall with the rank (Kalajdzievski 2023,
+    arXiv:2312.03732)."""
+    targets: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Linear layers that get an adapter: names such as `q_proj`, which stand for all layers whose name ends so, or
+    regular expressions for whole names in `transformers`, e.g. `.*layers\\.[0-3]\\..*`. Empty: all linear layers of the
+    decoder layers. The head gets none."""
+    experts: bool = False
+    """Whether the weights of experts that are stacked in one tensor get adapters, too."""
+    adapter: str = field(default="", metadata={"path": True})
+    """Folder of an adapter in PEFT's format to start from. It must have the same rank, alpha and targets. The reference
+    policy then has this adapter. Empty: A is random and B is zero."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What an export is. `merged`: a model folder with the adapter added to the weights. `adapter`: the adapter alone,
+    in PEFT's format."""
+
+
+@frozen
 class Fsdp2Config:
     """Hugging Face models trained by PyTorch: a plain module on one rank, FSDP2 on several."""
 
@@ -128,11 +183,16 @@ class Fsdp2Config:
     """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
+    lora: LoraConfig | None = None
+    """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
-    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
+    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference. With
+    `lora` there is no copy: the reference is the model without its adapter."""
     teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
     """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary. Both
     models must have the same vocabulary."""
+    experts: ExpertsConfig = attrs.Factory(ExpertsConfig)
+    """Options of mixtures of experts."""
     head: Literal["lm", "value"] = "lm"
     """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
     is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
@@ -149,9 +209,11 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, and the memory of weights, gradients and optimizer on one rank."""
+    held = {"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}
     return BackendFacts(
         outputs_given=outputs(config),
-        weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
+        weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
+        adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config.parallel, model, config.layout),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
@@ -159,7 +221,14 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
+        columns_wanted=frozenset({"routed_experts"} if config.experts.record or config.experts.replay else ()),
     )
+
+
+def adapter_info(config: LoraConfig) -> AdapterInfo:
+    """Return what a receiver must know of the adapter."""
+    kinds = ("linear", "experts") if config.experts else ("linear",)
+    return AdapterInfo(config.rank, config.alpha, config.rslora, kinds)
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
@@ -170,7 +239,11 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
     if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
         yield MemoryTerm("the model as it is loaded, whole and in float32", 4 * count, "loading", "host")
-    if trained:
+    if trained and config.lora is not None:
+        yield MemoryTerm(f"frozen weights{over}", number * count // ranks, change=spread)
+        held = 16 * adapter_parameters(config.lora, model)
+        yield MemoryTerm("the adapter, its gradients and moments in float32", held, change="lower backend.lora.rank")
+    elif trained:
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
         matrices = _matrices(config, model)
@@ -181,7 +254,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
     else:
         yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
-    if low and trained and ranks == 1:
+    if low and trained and ranks == 1 and config.lora is None:
         yield MemoryTerm("weights in bfloat16, which compute", 2 * count)
     for name, info in _frozen(config, model):
         size = (number if ranks == 1 else 4) * info.parameters // ranks
@@ -193,6 +266,19 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
 
 
+def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
+    """Return the number of parameters of an adapter of all linear layers of a dense decoder, estimated from its config.
+    0: the adapter is of other layers, or the config does not state their sizes.
+    """
+    found = model.config.get("text_config") or model.config
+    hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    if config.targets or not (hidden and mlp and heads):
+        return 0
+    head = found.get("head_dim") or hidden // heads
+    attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
+    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + 3 * (hidden + mlp)))
+
+
 def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
     """Return the number of parameters that Muon trains, norms of the layers counted as well: all in the layers."""
     return model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
@@ -200,7 +286,7 @@ def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:
     """Yield the frozen models of a rank. A teacher whose folder is not here counts as large as the trained model."""
-    if config.reference:
+    if config.reference and config.lora is None:
         yield "reference", model
     if config.teacher:
         try:

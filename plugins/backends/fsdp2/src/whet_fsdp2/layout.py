@@ -55,6 +55,12 @@ class Row:
     prefix: Ints
     """[S] the prefix segment of each segment, or -1."""
     targets: Targets
+    first: Ints
+    """[B] where the first token of each sequence lies."""
+    split: Ints
+    """[B] the number of tokens from there on; the other tokens of the sequence lie at `rest`."""
+    rest: Ints
+    """[B]."""
 
 
 @frozen(eq=False)
@@ -70,73 +76,12 @@ class Rows:
 
 def used_lengths(batch: Batch) -> Ints:
     """Return the number of tokens of each sequence that enter the forward pass: all before its last target. -> [B]."""
-    lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
-    hits = np.flatnonzero(mask)
-    owner = np.searchsorted(np.cumsum(lengths), hits, side="right")
-    used = np.zeros(len(lengths), np.int64)
-    np.maximum.at(used, owner, hits - (np.cumsum(lengths) - lengths)[owner])
+    ends, hits = np.cumsum(batch["lengths"]), np.flatnonzero(batch["loss_mask"])
+    starts = ends - np.asarray(batch["lengths"])
+    last = np.searchsorted(hits, ends) - 1  # the last target before the end, maybe of an earlier sequence
+    used: Ints = np.maximum(hits[last] - starts, 0) if len(hits) else np.zeros(len(ends), np.int64)
+    used[last < 0] = 0
     return used
-
-
-def plan(batch: Batch, layout: Layout, budget: int) -> list[Ints]:
-    """Return the sequences of each micro-batch: whole units of up to `budget` tokens.
-
-    Units are sorted by group, so that the prompt of a group is computed once; for `padded` they are sorted by length.
-    A unit larger than the budget gets a micro-batch of its own.
-    """
-    used = used_lengths(batch)
-    units = [unit for unit in batch.units() if used[unit].any()]
-    if layout == "padded":
-        units.sort(key=lambda unit: int(used[unit].max()))
-    else:
-        units.sort(key=lambda unit: int(batch["group"][unit[0]]))
-    owner = shared_prompts(batch, used) if layout == "shared" else np.full(len(used), -1)
-    cost = _PaddedCost() if layout == "padded" else _PackedCost(np.asarray(batch["prompt_lengths"]), owner)
-    parts: list[list[Ints]] = []
-    for unit in units:
-        if not parts or cost.with_unit(unit, used) > budget:
-            parts.append([])
-            cost.restart(unit, used)
-        parts[-1].append(unit)
-    return [np.concatenate(part) for part in parts]
-
-
-class _PackedCost:
-    """Counts the tokens of a packed micro-batch. A shared prompt counts once."""
-
-    def __init__(self, prompts: Ints, owner: Ints) -> None:
-        self._prompts, self._owner = prompts, owner
-        self._total, self._seen = 0, set[int]()
-
-    def with_unit(self, unit: Ints, used: Ints) -> int:
-        for sequence in unit:
-            shared = int(self._owner[sequence])
-            self._total += int(used[sequence])
-            if shared >= 0 and shared in self._seen:
-                self._total -= int(self._prompts[sequence])
-            elif shared >= 0:
-                self._seen.add(shared)
-        return self._total
-
-    def restart(self, unit: Ints, used: Ints) -> None:
-        self._total, self._seen = 0, set()
-        self.with_unit(unit, used)
-
-
-class _PaddedCost:
-    """Counts the tokens of a padded micro-batch, with padding."""
-
-    def __init__(self) -> None:
-        self._rows, self._width = 0, 0
-
-    def with_unit(self, unit: Ints, used: Ints) -> int:
-        self._rows += len(unit)
-        self._width = max(self._width, int(used[unit].max()))
-        return self._rows * self._width
-
-    def restart(self, unit: Ints, used: Ints) -> None:
-        self._rows, self._width = 0, 0
-        self.with_unit(unit, used)
 
 
 def shared_prompts(batch: Batch, used: Ints) -> Ints:
@@ -217,6 +162,9 @@ def _packed(batch: Batch, used: Ints, owner: Ints) -> Row:
         lengths=size,
         prefix=prefix,
         targets=Targets(source, tokens[where], where, sequence),
+        first=first,
+        split=split,
+        rest=rest,
     )
 
 
@@ -233,6 +181,23 @@ def _padded(batch: Batch, used: Ints) -> Rows:
     where, sequence, before = _targets(batch, lengths, starts)
     source = row[sequence] * mask.shape[1] + before
     return Rows(rows, mask, Targets(source, tokens[where], where, sequence))
+
+
+def places(batch: Batch, found: Row | Rows) -> tuple[Ints, Ints]:
+    """Return the tokens of a micro-batch that enter its forward pass, and where they lie there -> [U], [U].
+
+    A token that several sequences share enters once for each of them. Values: positions among the N tokens of the
+    micro-batch; indices in the flattened forward pass.
+    """
+    used, lengths = used_lengths(batch), np.asarray(batch["lengths"])
+    sequence = np.repeat(np.arange(len(used)), used)
+    position = ranges(np.zeros(len(used), np.int64), used)
+    where = (np.cumsum(lengths) - lengths)[sequence] + position
+    if isinstance(found, Rows):
+        return where, np.flatnonzero(found.mask)
+    late = position >= found.split[sequence]
+    rest = found.rest[sequence] - found.split[sequence]
+    return where, position + np.where(late, rest, found.first[sequence])
 
 
 def _targets(batch: Batch, lengths: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:

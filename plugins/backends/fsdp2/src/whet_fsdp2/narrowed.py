@@ -1,7 +1,8 @@
 """Compute the last layer only at the positions that are read.
 
     layers 1 .. n-1     all positions: later positions attend to them
-    layer n             keys and values at all positions; everything after the attention only at positions that are read
+    layer n             keys and values at all positions; everything after the attention only at positions that are
+                        read; if they are few in a packed row, the attention, too
 
 No output is read at prompt tokens and at tokens of the environment; a reward model reads one position of a response. At
 all other positions the output projection and the feed-forward network of the last layer need not be computed. Values
@@ -15,6 +16,31 @@ from torch import Tensor, nn
 
 MOST = 0.8
 """If a larger share of the positions is read, all are computed, because selecting positions has a cost, too."""
+
+
+READ = "whet_read"
+"""The attribute of an attention module that holds its `ReadRows`."""
+
+
+class ReadRows:
+    """The positions at which the attention of a module is read."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.rows: Tensor | None = None
+        """Distinct positions in the flattened row that are read. None: all positions."""
+        self._module = module
+        if module is not None:
+            setattr(module, READ, self)
+
+    def undo(self) -> None:
+        """Read all positions from now on."""
+        self.rows = None
+        if self._module is not None:
+            delattr(self._module, READ)
+
+
+NOWHERE = ReadRows()
+"""Of a module that is read at all positions."""
 
 
 class Narrowed:
@@ -41,20 +67,22 @@ class Narrowed:
         self.rows, self._module.forward = None, self._whole
 
 
-def narrow(model: Any) -> tuple[Narrowed, ...]:
+def narrow(model: Any) -> tuple[Narrowed | ReadRows, ...]:
     """Restrict the last layer of a decoder. Returns () for a model whose modules do not have the usual names."""
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return ()
-    network, project = getattr(layers[-1], "mlp", None), getattr(getattr(layers[-1], "self_attn", None), "o_proj", None)
+    network, reading = getattr(layers[-1], "mlp", None), getattr(layers[-1], "self_attn", None)
+    project = getattr(reading, "o_proj", None)
     # Mixtures of experts return more than a tensor, or count the positions that they get.
     if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP"):
         return ()
     assert isinstance(network, nn.Module)
-    return Narrowed(project), Narrowed(network)
+    assert isinstance(reading, nn.Module)
+    return Narrowed(project), Narrowed(network), ReadRows(reading)
 
 
-def read_only_at(narrowed: Sequence[Narrowed], rows: Tensor | None, places: int) -> None:
+def read_only_at(narrowed: Sequence[Narrowed | ReadRows], rows: Tensor | None, places: int) -> None:
     """Set the positions that are read in the next forward pass and in its backward pass."""
     chosen = None if rows is None or len(rows) > MOST * places else rows
     for one in narrowed:

@@ -13,7 +13,7 @@ from whet_fsdp2.config import OptimizerConfig, ScheduleConfig
 from whet_fsdp2.muon import Muon
 from whet_fsdp2.schedule import learning_rate
 from whet_fsdp2.sharding import like, local
-from whet_fsdp2.weights import PolicyWeights, matrices
+from whet_fsdp2.weights import PolicyWeights
 
 
 class Stepper:
@@ -26,7 +26,7 @@ class Stepper:
         self._total_steps = schedule.total_steps or total_steps
         self.steps = 0
         """Optimizer steps taken."""
-        hidden = matrices(weights.root) if optimizer.kind == "muon" else set()
+        hidden = weights.matrices() if optimizer.kind == "muon" else set()
         self._kinds = {name: "muon" if name in hidden else "adamw" for name in weights.trained}
         # AdamW is element by element, so it gets shards as plain tensors. Muon has to know how a matrix is sharded.
         self._stepped = {

@@ -114,6 +114,20 @@ class Ranks:
         """Return the sums of numbers over the batch shards, in float64. Ranks that share a shard count once."""
         return self.sum_all([float(number) if self.owns_shard else 0.0 for number in numbers])
 
+    def sum_tokens(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over the tokens of forward passes. Tensor parallel ranks pass the same tokens."""
+        return self.sum_all([float(number) if self.coordinates.tensor == 0 else 0.0 for number in numbers])
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks that share sequences. Not differentiable."""
+        if self.context is None:
+            return values.detach()
+        import torch.distributed as dist
+
+        found = values.detach().clone()
+        dist.all_reduce(found, group=self.context)
+        return found
+
     def sum_all(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of numbers over all ranks, in float64."""
         return self._reduce(numbers, "SUM")

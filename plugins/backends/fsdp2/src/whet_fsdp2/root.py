@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from whet.errors import WhetError
 from whet_fsdp2.feed import Feed
-from whet_fsdp2.narrowed import Narrowed, read_only_at
+from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
 from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 from whet_ops.vocabulary import WHOLE, Vocabulary
@@ -30,7 +31,7 @@ class Root:
     def __init__(self, model: Any, chunk: int) -> None:
         self.model = model
         self.chunk = chunk
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         self.teacher: tuple[Root, ...] = ()
         """The frozen model of the divergences."""
@@ -70,7 +71,7 @@ class Root:
 
         terms = {"temperature": feed.temperature}
         found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula, terms)
-        return found
+        return owned(self.model, found)
 
     def _apply(self, hidden: Tensor, formula: Formula, terms: dict[str, Any]) -> dict[str, Tensor]:
         """Compute a formula on the head's weight. Takes the place of the head's forward pass."""
@@ -125,7 +126,7 @@ class ValueRoot:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.narrowed: tuple[Narrowed, ...] = ()
+        self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         model.forward = self._forward
 
@@ -134,7 +135,7 @@ class ValueRoot:
         return gathered(feed, self.model(feed))
 
     def _forward(self, feed: Feed) -> dict[str, Tensor]:
-        return {"values": self.model.score(read_hidden(self, feed))[:, 0].float()}
+        return owned(self.model, {"values": self.model.score(read_hidden(self, feed))[:, 0].float()})
 
 
 AnyRoot = Root | ValueRoot
@@ -146,6 +147,13 @@ def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
     hidden = root.model.base_model(**feed.arguments).last_hidden_state
     rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
     return rows
+
+
+def owned(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs that are no views, if FSDP2 has hooks on them: a change in place would drop the hooks."""
+    if not isinstance(model, FSDPModule):
+        return found
+    return {name: values.clone() if values._is_view() else values for name, values in found.items()}
 
 
 def gathered(feed: Feed, found: dict[str, Tensor]) -> dict[str, Tensor]:

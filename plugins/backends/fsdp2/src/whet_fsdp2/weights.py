@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import copies, full, local, partial_names, sum_partial, tensor_group
 
@@ -15,8 +16,8 @@ class PolicyWeights:
     """Float32 master weights that the optimizer updates, by their names in `transformers`.
 
     With FSDP2, and in float32, the masters are the module's own parameters (FSDP2 casts them when it gathers them). In
-    bfloat16 without FSDP2 the module holds a bfloat16 copy. Its gradients are added to the float32 gradients of the
-    masters as soon as they are complete.
+    bfloat16 without FSDP2 the module holds a bfloat16 copy, except of weights that the model keeps in float32. Its
+    gradients are added to the float32 gradients of the masters as soon as they are complete.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class PolicyWeights:
         self._low: list[tuple[nn.Parameter, Tensor]] = []
         self.masters: dict[str, Tensor] = {}
         """This rank's shards, of all weights."""
+        self._kept = kept_in_float32(root.model)
         for name, parameter in root.model.named_parameters():
-            if low_precision:
+            if low_precision and name not in self._kept:
                 master = parameter.detach().clone()
                 parameter.data = parameter.data.to(torch.bfloat16)
                 if parameter.requires_grad:
@@ -69,6 +71,10 @@ class PolicyWeights:
             found = [self.trained[name].grad for name in sorted(self._partial)]
             sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
 
+    def matrices(self) -> set[str]:
+        """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+        return matrices(self.root)
+
     def square_of_norm(self) -> Tensor:
         """Return this rank's part of the square of the gradient's global norm: a 0-d float64 tensor.
 
@@ -89,7 +95,8 @@ class PolicyWeights:
         """Yield (name, full tensor) of the weights that the forward pass uses. Every rank must iterate to the end."""
         copies = {id(master): parameter for parameter, master in self._low}
         for name, master in self.masters.items():
-            yield name, full(copies.get(id(master), master).detach().to(self._compute))
+            used = copies.get(id(master), master).detach()
+            yield name, full(used if name in self._kept else used.to(self._compute))
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
 

@@ -12,6 +12,7 @@ One call of `train`:
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,19 +33,23 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, checkpoint, saving
+from whet_fsdp2 import adapter_files, attention, checkpoint, saving
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
+from whet_fsdp2.experts import Experts, Step
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.feed import Feed, feed, nothing, spread
-from whet_fsdp2.layout import Layout, plan
+from whet_fsdp2.layout import Layout
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
+from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper, is_finite
+from whet_fsdp2.packing import plan
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_weights.offload import Offload
+from whet_weights.stored_names import StoredNames
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,12 +93,18 @@ class Worker:
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
+        self._experts: Experts | None = None
+        self._adapters: Adapters | None = None
         self._root, self._layout = self._build(model, trained)
+        self._stored = StoredNames(self._root.model)
         copied = self._low and trained and self._ranks.grid.averaged == 1
         compute = torch.bfloat16 if self._low else torch.float32
-        self._weights = PolicyWeights(self._root, copied, rank.size, compute)
+        self._weights = (
+            AdapterWeights(self._root, self._adapters, rank.size, self._ranks.grid.averaged) if self._adapters
+            else PolicyWeights(self._root, copied, rank.size, compute)
+        )  # fmt: skip
         self._frozen: dict[str, AnyRoot] = {}
-        if self._config.reference:
+        if self._config.reference and self._adapters is None:
             self._frozen["reference"], _ = self._build(model, trained=False)
         if self._config.teacher and isinstance(self._root, Root):
             info = self._teacher()
@@ -120,16 +131,22 @@ class Worker:
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
         config, ranks = self._config, self._ranks
         # Only weights that are trained have float32 masters.
-        mastered = trained or not self._low
+        mastered = (trained and config.lora is None) or not self._low
         model = load_model(
             info, config.head, self._seed, dtype=torch.float32 if mastered else torch.bfloat16, ranks=ranks,
             reshard_after_forward=config.reshard_after_forward, low_precision=self._low and mastered,
         )  # fmt: skip
         if ranks.size == 1:
             model.to(self._device)
+        if trained and config.lora is not None:
+            self._adapters = Adapters(model, config.lora, self._seed, config.head)
+            self._adapters.to(self._device)
+            self._base = adapter_files.base_digest(Path(info.path))
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
         if trained and config.gradient_checkpointing:
             enable_checkpointing(model)
+        if self._experts is None:  # the first model that is built is the policy
+            self._experts = Experts(root, config.experts, ranks, layout)
         if not trained:
             model.requires_grad_(False)
         reshard(model)
@@ -195,18 +212,36 @@ class Worker:
     ) -> tuple[float, dict[str, Metric]]:
         """Add up gradients over micro-batches. Returns this rank's part of the objective, and the loss's metrics."""
         values, found = [], []
+        routing = self._routing(batch, loss)
         for part in self._micro_batches(batch):
             one = self._feed(part, batch)
             with torch.enable_grad():
                 outputs = self._root(one, loss.outputs)
                 objective, of_loss = self._objective(one, outputs, part, loss, counts)
+                if routing is not None:
+                    objective = routing.add_to(objective, outputs[self._root.probe])
                 watch.lap("forward")
                 self._backward(objective, outputs)
             values.append(objective.detach())
             found.append(of_loss)
             watch.lap("backward")
         total = float(torch.stack(values).double().sum()) if values else 0.0
+        if routing is not None:
+            found.append(routing.metrics())
         return total, metrics.detached(metrics.merge(found))
+
+    def _routing(self, batch: Batch, loss: Loss) -> Step | None:
+        """Begin to count the routing of a step. None: the model is dense."""
+        if not self._experts:
+            return None
+
+        def passes() -> Iterator[None]:
+            for part in self._micro_batches(batch):
+                with torch.no_grad():
+                    yield self._root(self._feed(part, batch), ("logits",))  # all but the head
+
+        live = bool(torch.as_tensor(loss.live(self._tensors(batch))).any()) if batch.sequences else False
+        return self._experts.begin(batch, len(self._plan(batch)), live, passes())
 
     def _backward(self, objective: Tensor, outputs: Mapping[str, Tensor]) -> None:
         if not objective.requires_grad:
@@ -256,9 +291,17 @@ class Worker:
     def score(self, batch: Batch | None, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each."""
         batch = self._ranks.share(batch)
-        root = self._root if weights == "policy" else self._frozen.get(weights)
+        ours = weights == "policy" or (self._adapters is not None and weights in Adapters.SETS)
+        root = self._root if ours else self._frozen.get(weights)
         if root is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
+        with self._using(weights if ours else "policy"):
+            return self._score(root, batch, outputs)
+
+    def _using(self, weights: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.using(weights)
+
+    def _score(self, root: AnyRoot, batch: Batch, outputs: tuple[str, ...]) -> dict[str, Any]:
         self._refuse_unknown(outputs, "what is to be scored")
         found = {name: _room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
@@ -302,12 +345,21 @@ class Worker:
         """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
         if not batch.sequences:
             return batch
-        live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+        live = self._of_loss(batch, loss)
         if live.all():
             return batch
         units = batch.units()
         kept = [unit for unit in units if live[unit].any()] or units[:1]
         return batch.take(np.concatenate(kept))
+
+    def live(self, batch: Batch | None, loss: Spec) -> Any:
+        """Return which sequences [B] of a batch can change the loss. None where the batch is another rank's."""
+        return None if batch is None else self._of_loss(batch, self._loss(loss))
+
+    def _of_loss(self, batch: Batch, loss: Loss) -> Any:
+        if not batch.sequences:
+            return np.zeros(0, np.bool_)
+        return np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
 
     def _plan(self, batch: Batch) -> list[Any]:
         """Return the sequences of each micro-batch. None: only other ranks still have a micro-batch."""
@@ -319,9 +371,15 @@ class Worker:
             yield None if chosen is None else batch.take(chosen)
 
     def _feed(self, part: Batch | None, batch: Batch) -> Feed:
-        if part is None:
-            return nothing(batch.take([]), self._layout, self._device, self._ranks.context)
-        return feed(part, self._layout, self._device, self._ranks.context)
+        context = self._ranks.context
+        one = (
+            nothing(batch.take([]), self._layout, self._device, context)
+            if part is None
+            else feed(part, self._layout, self._device, context)
+        )
+        if self._experts:
+            self._experts.enter(part, one)
+        return one
 
     def _tensors(self, batch: Batch) -> Batch:
         return batch.map(self._tensor)
@@ -333,9 +391,19 @@ class Worker:
     # Weights
 
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
+        """Send the weights that the forward pass uses, under the names of the model folder, or an adapter alone.
+
+        All ranks gather; rank 0 sends, or with cuda-ipc every rank.
+        """
+        with self._using(spec.weights):
+            self._send(spec)
+
+    def _send(self, spec: TransferSpec) -> None:
+        if spec.adapter is not None and self._adapters is None:
+            raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
         reshard(self._root.model)
-        stream = self._weights.computing()
+        alone = None if spec.adapter is None else self._adapters
+        stream = self._stored.stored(self._weights.computing()) if alone is None else alone.stored()
         if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass
@@ -348,11 +416,13 @@ class Worker:
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        self._write_adapter(folder)
         checkpoint.write(Path(folder), self._saved(), extra=self._described(), rank=self._ranks.rank)
         self._ranks.sum([0.0])
 
     def take(self, folder: str) -> None:
-        """Copy what this rank saves to host memory, and begin to write the copy."""
+        """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written."""
+        self._write_adapter(folder)
         size = sum(part.nbytes for _, part in self._saved())
         write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)
         self._writer.take(self._saved(), size, write)
@@ -360,6 +430,10 @@ class Worker:
     async def written(self) -> None:
         """Wait until the files of the last `take` are durable."""
         await self._writer.written()
+
+    def _write_adapter(self, folder: str) -> None:
+        if self._adapters is not None and self._first:
+            adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -380,6 +454,8 @@ class Worker:
             yield from checkpoint.parts(name, moment, self._ranks.rank)
 
     def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
+        if self._adapters is not None:  # they are in PEFT's format, and the model is not saved
+            return {"weights": []}
         buffers = list(persistent_buffers(self._root.model))
         return {"weights": list(self._weights.masters.items()), "buffers": buffers}
 
@@ -389,17 +465,26 @@ class Worker:
         """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
         reshard(self._root.model)
         saved = checkpoint.Saved(Path(folder))
-        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
+        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._state()["weights"]})
         self._stepper.refuse_others(saved)
+        if self._adapters is not None:
+            adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
         for kind, tensors in self._state().items():
             saved.read_into((f"{kind}/{name}", tensor) for name, tensor in tensors)
         self._stepper.load(saved)
         self._weights.push()
 
     def export(self, folder: str) -> None:
-        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
+
+        With `lora.export: adapter`: a folder that PEFT can load.
+        """
+        if self._config.lora is not None and self._config.lora.export == "adapter" and self._adapters is not None:
+            self._write_adapter(folder)
+            self._ranks.sum([0.0])
+            return
         reshard(self._root.model)
-        weights = self._weights.computing()
+        weights = self._stored.stored(self._weights.computing())
         if not self._first:
             for _ in weights:  # every rank takes part in the gathering
                 pass

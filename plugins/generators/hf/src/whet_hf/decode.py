@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from whet.errors import WhetError
 from whet_hf.sampling import Sampler
 from whet_hf.stopping import Stops, StopStrings
 from whet_hf.swap import Weights
+from whet_ops.routing import COLUMN
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped when less than this share of the rows is still running."""
@@ -23,6 +24,8 @@ class Session(Protocol):
     """A running batch in a decoder."""
 
     logits: Tensor  # [B, V], of the next token
+    prompts_routed: Sequence[Any]  # the experts of each prompt [prompt, layers * k]; empty: they are not recorded
+    routed: Any  # the experts of the last tokens [B, layers * k], before `keep`
 
     def step(self, tokens: Tensor) -> None:
         """Append a token to each row."""
@@ -123,6 +126,7 @@ def decode(
     sampler = Sampler(samplings, [r.seed for r in requests], device)
     stops = Stops(samplings, strings, decoder.vocab_size)
     history = np.zeros((len(requests), int(limits.max())), np.int64)
+    experts = Experts(session.prompts_routed, owner, int(limits.max()))
     logprobs = np.zeros(history.shape, np.float32)
     lengths = np.zeros(len(requests), np.int64)
     endings: list[Stop] = ["length"] * len(requests)
@@ -134,6 +138,7 @@ def decode(
             if (version := weights.between_tokens()) != versions[-1][1]:
                 versions.append((step, version))
             session.step(tokens)
+            experts.add(rows, step - 1, session)
         tokens, drawn = sampler.draw(session.logits, step)
         history[rows, step], logprobs[rows, step] = tokens.cpu().numpy(), drawn.cpu().numpy()
         stopped = stops.stopped(rows, history, step)
@@ -164,10 +169,37 @@ def decode(
         )
     return [
         Completion(
-            r.id, history[i, :n].copy(), logprobs[i, :n].copy(), endings[i], tuple(v for v in versions if v[0] < n)
+            r.id,
+            history[i, :n].copy(),
+            logprobs[i, :n].copy(),
+            endings[i],
+            tuple(v for v in versions if v[0] < n),
+            experts.columns(i, int(n)),
         )
         for i, (r, n) in enumerate(zip(requests, lengths, strict=True))
     ]
+
+
+class Experts:
+    """The experts of each token of a batch, if the decoder records them."""
+
+    def __init__(self, prompts: Sequence[Any], owner: Any, room: int) -> None:
+        self._prompts, self._owner = prompts, owner
+        if prompts:
+            self._later = np.full((len(owner), room, prompts[0].shape[1]), -1, np.int16)
+
+    def add(self, rows: Any, step: int, session: Session) -> None:
+        """Store the experts of the tokens that were the inputs after `step` tokens."""
+        if self._prompts:
+            self._later[rows, step] = session.routed
+
+    def columns(self, row: int, length: int) -> dict[str, Any]:
+        """Return the columns of a completion of `length` tokens; the last one was no input."""
+        if not self._prompts:
+            return {}
+        later = self._later[row, :length].copy()
+        later[-1] = -1
+        return {COLUMN: np.concatenate([self._prompts[self._owner[row]], later])}
 
 
 def distinct(

@@ -5,6 +5,7 @@ from functools import partial
 
 from whet.component import GeneratorFacts, MemoryTerm
 from whet.data.model_info import ModelInfo
+from whet_generation.routed_experts import routed_experts
 from whet_hf.config import HfConfig
 
 
@@ -14,10 +15,12 @@ def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
         transports=("shared", "broadcast", "shared-memory", "disk"),
         on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),
+        adapters=frozenset({"linear", "experts"}),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_hf.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
+        columns_given=routed_experts(model),
     )
 
 

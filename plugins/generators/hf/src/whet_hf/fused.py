@@ -5,6 +5,7 @@ joined matrices are the storage of the model's own parameters. So new weights th
 here, too, and no memory is needed twice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,6 +150,10 @@ def _views(parameters: list[Tensor]) -> Tensor:
 
 class FusedSession:
     """A running batch. Prompts are right-aligned in the cache, so every row writes the same column."""
+
+    prompts_routed: Sequence[Any] = ()
+    routed: Any = None
+    """A dense model has no experts to record."""
 
     def __init__(self, decoder: FusedDecoder, prompts: list[Tensor], owner: Tensor, room: int, lane: int) -> None:
         self._decoder, self._rows = decoder, len(owner)

@@ -27,5 +27,6 @@ class HfGenerator(ReplicatedGenerator):
             "cache_bytes": int(config.cache_gib * 2**30),
             "fused": config.decoder == "auto",
             "scratch": str(context.scratch.absolute()),
+            "columns": sorted(context.columns),
         }
         super().__init__("whet_hf.worker:Worker", arguments, context)

@@ -5,12 +5,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from whet.errors import WeightSyncError, WhetError
 from whet_hf.decode import Decoder
 from whet_hf.fused import FusedDecoder, unsupported
 from whet_hf.plain import PlainDecoder
+from whet_ops.routing import Routers, find_routers, problem_of
+from whet_weights.stored_names import Piece, StoredNames
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,14 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> A
     return model.to(device).eval().requires_grad_(False)
 
 
-def choose_decoder(model: Any, *, fused: bool) -> Decoder:
+def choose_decoder(model: Any, *, fused: bool, experts: bool = False) -> Decoder:
     """Return the fastest decoder whose logits equal the model's own on random tokens.
 
-    Raises `WhetError` if no decoder's logits do.
+    experts: the decoder must record the experts of each token. Raises `WhetError` if no decoder's logits do, or if the
+    experts of this model cannot be recorded.
     """
-    if fused:
+    routers = _routers(model) if experts else None
+    if fused and routers is None:
         reason = unsupported(model.config)
         if not reason:
             decoder = FusedDecoder(model)
@@ -59,7 +64,7 @@ def choose_decoder(model: Any, *, fused: bool) -> Decoder:
                 return decoder
             reason = f"this model: its logits differ by {difference:.1e} of the largest"
         log.warning("the fused decoder does not do %s; the model's own code decodes, which is slower", reason)
-    plain = PlainDecoder(model)
+    plain = PlainDecoder(model, routers)
     difference = decoding_error(plain, model)
     if difference > TOLERANCE[model.dtype]:
         raise WhetError(
@@ -67,6 +72,15 @@ def choose_decoder(model: Any, *, fused: bool) -> Decoder:
             "so it cannot be sampled from token by token; use another generator for this model"
         )
     return plain
+
+
+def _routers(model: Any) -> Routers:
+    routers = find_routers(model)
+    few = torch.arange(2, 9, device=model.device)[None]
+    problem = problem_of(routers, model, lambda: model.base_model(input_ids=few, use_cache=False))
+    if problem:
+        raise WhetError(f"the generator cannot record experts: {problem}; leave out backend.experts.record and replay")
+    return routers
 
 
 @torch.inference_mode()
@@ -93,17 +107,21 @@ def decoding_error(decoder: Decoder, model: Any) -> float:
     return difference / max(largest, 1e-30)
 
 
-def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]], stored: StoredNames | None = None) -> None:
     """Copy new weights into the model. Raises `WeightSyncError` if a parameter is missing or a name comes twice.
 
-    For tied parameters one of the names is enough. After an error the weights are a mixture and must not be used.
+    Names are those of the model folder or those in memory. For tied parameters one of the names is enough. After an
+    error the weights are a mixture and must not be used. `stored`: the model's stored names, if they are known already.
     """
-    targets = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in targets}
-    wanted = {id(parameter): name for name, parameter in targets.items()}
+    stored = StoredNames(model) if stored is None else stored
+    targets = _targets(model, stored)
+    wanted = {
+        id(parameter): {piece.name for piece in stored.pieces(name)} or {name}
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     seen: set[str] = set()
     for name, tensor in weights:
-        target = targets.get(name, buffers.get(name))
+        target = targets.get(name)
         if target is None:
             raise WeightSyncError(f"{type(model).__name__} has no parameter {name}, but it was sent")
         if name in seen:
@@ -111,10 +129,38 @@ def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         if target.shape != tensor.shape:
             raise WeightSyncError(f"{name} was sent with shape {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
         with torch.no_grad():
-            target.copy_(tensor)
+            target.write(tensor)
         seen.add(name)
-        wanted.pop(id(target), None)
+        left = wanted.get(id(target.tensor), set())
+        left.discard(name)
+        if not left or target.piece is None:
+            wanted.pop(id(target.tensor), None)
     if wanted:
-        names = sorted(wanted.values())
+        names = sorted(name for left in wanted.values() for name in left)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise WeightSyncError(f"{len(names)} parameters were not sent: {', '.join(names[:5])}{more}")
+
+
+@frozen(eq=False)
+class _Target:
+    """The place of a tensor that may be sent: a whole tensor of the model, or a piece of one."""
+
+    tensor: Tensor
+    piece: Piece | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape if self.piece is None else torch.Size(self.piece.shape)
+
+    def write(self, value: Tensor) -> None:
+        if self.piece is None:
+            self.tensor.copy_(value)
+        else:
+            self.piece.write(self.tensor, value)
+
+
+def _targets(model: Any, stored: StoredNames) -> dict[str, _Target]:
+    """Return the places of all tensors that may be sent, by their names in memory and by their stored names."""
+    held = {**model.state_dict(keep_vars=True), **dict(model.named_parameters(remove_duplicate=False))}
+    whole = {name: _Target(tensor) for name, tensor in held.items()}
+    return whole | {p.name: _Target(tensor, p) for name, tensor in held.items() for p in stored.pieces(name)}

@@ -1,17 +1,21 @@
 """Decode with the model's own code and `transformers`' cache. Works for every model that can generate."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from whet_ops.routing import Routers
+
 
 class PlainDecoder:
     """Decodes with an unchanged `transformers` causal language model."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, routers: Routers | None = None) -> None:
+        """Take the model. routers: its routers, if sessions are to record the experts that they choose."""
+        self.model, self.routers = model, routers
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
@@ -34,6 +38,8 @@ class PlainDecoder:
 
     def forward(self, **arguments: Any) -> Any:
         """Return the model's output, with the logits of the last position if the model can restrict them."""
+        if self.routers is not None:
+            self.routers.listen()
         return self.model(**arguments, **self._last_only, use_cache=True, return_dict=True)
 
 
@@ -56,6 +62,12 @@ class PlainSession:
             position_ids=(self._mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=DynamicCache(config=decoder.model.config),
         )
+        self.routed: Any = None
+        """The experts of the last tokens [B, layers * k] int16, before `keep`. None: they are not recorded."""
+        self.prompts_routed: Sequence[Any] = [
+            routed[width - len(prompt) :] for prompt, routed in zip(prompts, self._routed(len(prompts)), strict=False)
+        ]
+        """The experts of each prompt [prompt, layers * k] int16. Empty: they are not recorded."""
         self._cache = output.past_key_values
         self._position = lengths
         self.logits = output.logits[:, -1]  # [B, V], of the next token
@@ -70,8 +82,17 @@ class PlainSession:
             position_ids=self._position[:, None],
             past_key_values=self._cache,
         )
+        if self._decoder.routers is not None:
+            self.routed = self._routed(len(tokens))[:, 0]
         self._position = self._position + 1
         self.logits = output.logits[:, -1]
+
+    def _routed(self, rows: int) -> Any:
+        """Return the experts that the last forward pass chose [rows, tokens of a row, layers * k] int16, or []."""
+        if self._decoder.routers is None:
+            return []
+        found = torch.cat([routed.chosen for routed in self._decoder.routers.take()], 1)
+        return found.view(rows, -1, found.shape[1]).to(torch.int16).cpu().numpy()
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. A row may appear more than once."""

@@ -20,11 +20,14 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
+from whet_hf.adapter import Base
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
+from whet_ops.routing import COLUMN
 from whet_weights.offload import Offload
+from whet_weights.stored_names import StoredNames
 from whet_weights.transfer import receive
 
 log = logging.getLogger(__name__)
@@ -64,14 +67,17 @@ class Worker:
         cache_bytes: int,
         fused: bool,
         scratch: str,
+        columns: list[str] | None = None,
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._rank, self._max_batch = rank, max_batch
         self._device = torch.device(rank.device)
         self._model = load_model(path, dtype, rank.device, trust_remote_code)
-        self._decoder = choose_decoder(self._model, fused=fused)
+        experts = COLUMN in (columns or ())
+        self._decoder = choose_decoder(self._model, fused=fused, experts=experts)
         self._strings = StopStrings(path)
-        self._weights = Weights()
+        self._weights, self._base = Weights(), Base(self._model)
+        self._stored = StoredNames(self._model)
         self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
         self._queue: list[_Queued] = []
@@ -80,7 +86,7 @@ class Worker:
         self._aborts = Aborts()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._busy = threading.Lock()
-        small = sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
+        small = not experts and sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
@@ -144,9 +150,14 @@ class Worker:
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
     def _take(self, spec: TransferSpec, version: int) -> None:
-        self._offload.wake(contents=False)
+        self._offload.wake(contents=spec.adapter is not None)
         try:
-            take_weights(self._model, receive(spec, self._rank.rank))
+            tensors = receive(spec, self._rank.rank)
+            if spec.adapter is not None:
+                self._base.apply(tensors, spec.adapter)
+            else:
+                self._base.forget()
+                take_weights(self._model, tensors, self._stored)
         except BaseException as error:
             self._weights.broken = str(error)
             raise

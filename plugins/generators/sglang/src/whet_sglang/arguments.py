@@ -7,6 +7,7 @@ from whet.component import Package
 from whet.data.model_info import DTYPE_BYTES, ModelInfo, has_tokenizer
 from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet_generation.limits import context_length
+from whet_generation.routed_experts import COLUMN
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ ENGINE = ForeignEngine(
         "enable_weights_cpu_backup": "it follows from where the generator runs",
         "tokenizer_worker_num": "one process asks the engine",
         "skip_server_warmup": "there is no server",
+        "enable_return_routed_experts": "it follows from backend.experts",
     },
 )
 
@@ -89,6 +91,7 @@ def engine_arguments(config: SglangConfig, context: "RoleContext", device: str) 
         "skip_server_warmup": True,
         "custom_weight_loader": [LOADER],
         "log_level": "warning",
+        **({"enable_return_routed_experts": True} if COLUMN in context.columns else {}),
         **{name: value for name, value in known.items() if value is not None},
         **config.engine,
     }

@@ -56,6 +56,11 @@ class Process:
                 f"the KV cache has room for {self._max_length} tokens, and a sequence may have {wanted}; raise "
                 "generator.cache_gib, or lower generator.max_context"
             )
+        self._experts: tuple[int, int] | None = None
+        """The layers of the model and the experts of a token, if they are recorded."""
+        if arguments.get("enable_return_routed_experts"):
+            text = config.hf_text_config
+            self._experts = (int(text.num_hidden_layers), int(text.num_experts_per_tok))
         self._gate, self._arriving = asyncio.Event(), asyncio.Lock()
         self._gate.set()
         self._asked: dict[str, _Asked] = {}
@@ -180,8 +185,9 @@ class Process:
             sampling_params=sampling_params(request, limit),
             return_logprob=True,
             rid=_name(request.id),
+            **({} if self._experts is None else {"return_routed_experts": True}),
         )
-        return completion(request, output)
+        return completion(request, output, self._experts)
 
     async def _abort(self, id_: str) -> None:
         """Abort a request that has passed the gate, after the engine has it. An earlier abort would be lost."""

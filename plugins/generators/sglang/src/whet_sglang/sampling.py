@@ -1,5 +1,6 @@
 """Conversion between whet's records and SGLang's: requests to sampling parameters, outputs to completions."""
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import checked_logprobs, version_spans
+from whet_generation.routed_experts import COLUMN, completion_column
 
 LOWEST_TEMPERATURE = 1e-5
 """At lower temperatures SGLang takes the likeliest token, with its logprob at temperature 1."""
@@ -33,8 +35,11 @@ def sampling_params(request: Request, limit: int) -> dict[str, Any]:
     }
 
 
-def completion(request: Request, output: dict[str, Any]) -> Completion:
-    """Return the completion of SGLang's final output. Raises `WhetError` if the output is inconsistent."""
+def completion(request: Request, output: dict[str, Any], experts: tuple[int, int] | None = None) -> Completion:
+    """Return the completion of SGLang's final output. Raises `WhetError` if the output is inconsistent.
+
+    experts: the layers of the model and the experts of a token, if SGLang records the experts.
+    """
     said, meta = f"request {request.id}: SGLang", output["meta_info"]
     reason = meta["finish_reason"] or {}
     if reason.get("type") not in STOPS or reason.get("matched") == BROKEN:
@@ -51,4 +56,10 @@ def completion(request: Request, output: dict[str, Any]) -> Completion:
         ((int(span["start"]), span["version"]) for span in meta.get("weight_versions") or ()), count,
         "SGLang 0.5.23 or later",
     )  # fmt: skip
-    return Completion(request.id, tokens, checked_logprobs(logprobs, request, "SGLang"), stop, spans)
+    columns = {}
+    if experts is not None:
+        packed = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
+        # Of an aborted request, the last tokens may have no logprobs, and are left out.
+        rows = packed.reshape(-1, *experts)[: len(request.tokens) + count]
+        columns[COLUMN] = completion_column(rows, len(request.tokens), count, "SGLang")
+    return Completion(request.id, tokens, checked_logprobs(logprobs, request, "SGLang"), stop, spans, columns)

@@ -29,9 +29,13 @@ from whet_sglang.arguments import ENGINE, SWITCH
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
-LONG = 1e7
+LONG = 1e6
 DEADLINES = DeadlinesSection(start=LONG, generate=LONG, weight_sync=LONG)
 """Practically none: the caller of this worker sets the deadlines."""
+_NO_EXPERTS = (
+    "SGLang records the experts of tokens on GPUs only; leave out backend.experts.record and replay, or sample with "
+    "the generator hf"
+)
 ENVIRONMENT = {
     SWITCH: "1",
     "HF_HUB_OFFLINE": "1",
@@ -62,6 +66,8 @@ class Worker:
         self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=environment)
         try:
             chosen = dict(arguments["cuda" if self._on_gpu else "cpu"])
+            if chosen.get("enable_return_routed_experts") and not self._on_gpu:
+                raise WhetError(_NO_EXPERTS)
             place = self._cluster.worker_group(name, threads=rank.threads)
             self._engine = place.spawn(
                 "whet_sglang.process:Process",

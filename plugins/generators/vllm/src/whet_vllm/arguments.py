@@ -7,6 +7,8 @@ from whet.component import Package
 from whet.data.model_info import has_tokenizer
 from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet_generation.limits import context_length
+from whet_generation.routed_experts import COLUMN
+from whet_vllm import adapter
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
@@ -50,6 +52,11 @@ ENGINE = ForeignEngine(
         "enable_sleep_mode": "it follows from where the generator runs",
         "skip_tokenizer_init": "it follows from whether the model folder has a tokenizer",
         "disable_log_stats": "nothing reads them",
+        "enable_return_routed_experts": "it follows from backend.experts",
+        **dict.fromkeys(
+            ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+            "it follows from the adapter that the backend trains and from weight_sync.content",
+        ),
     },
 )
 
@@ -79,6 +86,8 @@ def engine_arguments(config: VllmConfig, context: "RoleContext", device: str) ->
         "generation_config": "vllm",
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
+        **({"enable_return_routed_experts": True} if COLUMN in context.columns else {}),
+        **adapter.engine_arguments(context.adapter),
         **{name: value for name, value in known.items() if value is not None},
         **config.engine,
     }

@@ -22,6 +22,10 @@ QUIET = {
 }
 """Environment variables of the engine, unless they are set already."""
 
+_NO_EXPERTS = (
+    "vLLM records the experts of tokens on GPUs only; leave out backend.experts.record and replay, or sample with the "
+    "generator hf"
+)
 CLOSE_SECONDS = 5.0
 """Time for running requests when the engine is closed."""
 
@@ -40,11 +44,15 @@ class Engine:
             self._guards.enter_context(_guarded(self._log.with_suffix(".alive")))
             # Even with enforce_eager vLLM compiles a function that counts ranks, which takes many seconds.
             plain = {"TORCH_COMPILE_DISABLE": "1"} if rank.device == "cpu" and arguments["enforce_eager"] else {}
+            if arguments.get("enable_return_routed_experts"):
+                if rank.device == "cpu":
+                    raise WhetError(_NO_EXPERTS)
+                plain["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts
             with environment({**QUIET, **plain, **os.environ, "VLLM_LOGGING_CONFIG_PATH": str(logging)}):
                 self.llm = self._start(dict(arguments))
             self._guards = self._guards.pop_all()
         note(self._shared)
-        self.processes = int(arguments["tensor_parallel_size"])
+        self.processes, self.model = int(arguments["tensor_parallel_size"]), str(arguments["model"])
         config = self.llm.model_config
         self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 

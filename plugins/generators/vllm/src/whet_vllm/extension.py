@@ -92,6 +92,8 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
                 yield name, tensor
 
         self.report["spoilt"] = True
+        if self.device.type == "cpu":
+            pack_experts_again(self.model)
         try:
             initialize_layerwise_reload(self.model)
             wanted = {name for name, _ in self.model.named_parameters()}
@@ -119,6 +121,19 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
         parameter = self.model.get_parameter(heads[0])
         parameter.weight_loader(parameter, *embeddings.values())
         return set(heads)
+
+
+def pack_experts_again(model: Any) -> None:
+    """Let vLLM pack the experts of each layer for its kernel when the next weights are loaded.
+
+    On a CPU it packs them only where there is no kernel yet, so a second load would leave the packed copy of the first
+    weights in use. On a GPU the kernel must stay: recorded graphs hold its addresses, and it reads the weights in
+    place.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class WhetWorker:

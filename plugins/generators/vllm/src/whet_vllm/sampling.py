@@ -7,6 +7,7 @@ import numpy as np
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import checked_logprobs, version_spans
+from whet_generation.routed_experts import COLUMN, completion_column
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0."""
@@ -46,9 +47,12 @@ def completion(request: Request, output: Any) -> Completion:
     spans = version_spans(
         ((int(span.start), span.version) for span in found.weight_versions or ()), len(tokens), "vLLM 0.32 or later"
     )
+    experts = getattr(found, "routed_experts", None)
+    column = None if experts is None else completion_column(experts, len(request.tokens), len(tokens), "vLLM")
     return Completion(
-        request.id, tokens, checked_logprobs(logprobs, request, "vLLM"), STOPS[found.finish_reason], spans
-    )
+        request.id, tokens, checked_logprobs(logprobs, request, "vLLM"), STOPS[found.finish_reason], spans,
+        {} if column is None else {COLUMN: column},
+    )  # fmt: skip
 
 
 def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

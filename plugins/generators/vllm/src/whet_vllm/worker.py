@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from attrs import asdict
 
+from whet.component import AdapterInfo
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.interfaces.generator import OnWeightUpdate
@@ -28,11 +29,13 @@ from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import give_up
 from whet_generation.completeness import nothing_yet
 from whet_generation.limits import completion_limit
+from whet_vllm import adapter
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
 from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params
 from whet_weights.manifest import await_manifests
-from whet_weights.whole import failure_among
+from whet_weights.transfer import receive
+from whet_weights.whole import failure_among, stored_shapes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +64,8 @@ class Worker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: set[str] = set()
         """Ids of requests that wait at the gate."""
+        self._adapter: Any = None
+        """vLLM's name of the adapter that all requests use. None: no adapter has come."""
         self._broken = ""
         """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
         self._asleep: Literal["", "wholly", "but for weights"] = ""
@@ -176,7 +181,8 @@ class Worker:
             )
         prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
         last = None
-        async for output in self._engine.llm.generate(prompt, sampling_params(request, limit), request.id):
+        params = sampling_params(request, limit)
+        async for output in self._engine.llm.generate(prompt, params, request.id, lora_request=self._adapter):
             last = output
         return completion(request, last)
 
@@ -248,6 +254,32 @@ class Worker:
         return None
 
     async def _take(self, spec: TransferSpec, version: int) -> None:
+        if spec.adapter is None:
+            await self._take_all(spec)
+        else:
+            await self._take_adapter(spec, spec.adapter)
+        await self._engine.llm.update_weight_version(str(version))
+        found = await self._engine.llm.get_weight_version()
+        if found != str(version):
+            raise WeightSyncError(
+                f"weight sync {spec.session}: vLLM says that it has version {found}, wanted {version}"
+            )
+        self._broken = ""
+
+    async def _take_adapter(self, spec: TransferSpec, info: AdapterInfo) -> None:
+        from vllm.lora.request import LoRARequest
+
+        received = await asyncio.to_thread(lambda: {n: t.clone() for n, t in receive(spec, self._rank.rank)})
+        model = self._engine.model
+        with adapter.folder(received, info, model, adapter.check(received, info, stored_shapes(model))) as folder:
+            self._broken = "it ended half way"
+            request = LoRARequest(adapter.NAME, adapter.NUMBER, folder, load_inplace=True)
+            if not await self._engine.llm.add_lora(request):
+                raise WeightSyncError(f"weight sync {spec.session}: vLLM did not load the adapter")
+        # A request that asks for it in place would load it again.
+        self._adapter = LoRARequest(adapter.NAME, adapter.NUMBER, folder)
+
+    async def _take_all(self, spec: TransferSpec) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._engine.llm
@@ -263,13 +295,6 @@ class Worker:
             raise WeightSyncError(failure)
         if {report["session"] for report in reports} != {spec.session}:
             raise WeightSyncError(f"weight sync {spec.session}: vLLM's workers took {reports}")
-        await llm.update_weight_version(str(version))
-        found = await llm.get_weight_version()
-        if found != str(version):
-            raise WeightSyncError(
-                f"weight sync {spec.session}: vLLM says that it has version {found}, wanted {version}"
-            )
-        self._broken = ""
 
 
 class _Mailbox:

@@ -17,6 +17,7 @@ from whet.component import GeneratorFacts, MemoryTerm, Package, Problem
 from whet.config.messages import nearest, path_segment
 from whet.data.model_info import ModelInfo
 from whet.errors import WhetError
+from whet_generation.routed_experts import routed_experts
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -123,6 +124,7 @@ class ForeignEngine:
             imports=imports,
             sleeps=("cuda",),
             packages=(self.package,),
+            columns_given=routed_experts(model),
         )
 
 

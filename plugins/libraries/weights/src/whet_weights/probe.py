@@ -7,6 +7,10 @@
 
 Manifest and version prove that the weights arrived complete. This proves that the engine computes with them, and not
 with the previous weights, a packed copy of them, or another model.
+
+A new adapter changes nothing, because its B is zero, and the first steps change little. So where an adapter is trained,
+the first weight sync brings a random one that changes every layer, and the engine's logprobs must then be the
+trainer's with it, and not those of the base.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -23,6 +27,7 @@ from whet.errors import RequestLost, WeightSyncError
 
 if TYPE_CHECKING:
     from whet.config.sections import ProbeSection
+    from whet.interfaces.backend import Weights
     from whet.interfaces.generator import Generator
 
 BOUNDS: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -33,6 +38,10 @@ PROMPT_TOKENS: Final = 16
 ALWAYS: Final = 2
 """Number of weight syncs after a start or resume that are always checked. The first alone is not enough: an engine that
 receives nothing passes it, because it has loaded the same weights itself."""
+
+TRIAL_SHARE: Final = 0.2
+"""After a sync of trial weights, the largest mean difference from the trainer's logprobs, as a share of the mean
+difference from those of the base."""
 
 Scored = Mapping[tuple[int, tuple[int, ...]], FloatArray]
 """(number of the prompt, tokens of a completion) -> the trainer's logprobs of these tokens."""
@@ -74,8 +83,7 @@ class Proof:
         versions = {version for completion in completions for _, version in completion.versions}
         if versions - {self.version}:
             raise self._refused(replica, f"samples with version {min(versions - {self.version})}")
-        pairs = [(completion.logprobs, self._scored_of(i, completion)) for i, completion in enumerate(completions)]
-        gaps = np.concatenate([np.abs(own[: len(other)] - other) for own, other in pairs])
+        gaps = self.gaps(completions)
         if not len(gaps):  # replicas that hold the same weights draw the same first tokens
             raise self._refused(replica, f"begins none of {len(completions)} completions as other replicas did")
         gap = float(gaps.mean())
@@ -84,6 +92,21 @@ class Proof:
             wanted = f"wanted an average of at most {self.bound:.3g} for {self.dtypes}"
             raise self._refused(replica, f"does not compute what the trainer does: its logprobs {found}; {wanted}")
         return gap
+
+    def gaps(self, completions: Sequence[Completion]) -> FloatArray:
+        """Return the absolute differences between the completions' logprobs and the scored ones."""
+        pairs = [(completion.logprobs, self._scored_of(i, completion)) for i, completion in enumerate(completions)]
+        return np.concatenate([np.abs(own[: len(other)] - other) for own, other in pairs])
+
+    def refuse_base(self, replica: int, completions: Sequence[Completion], base: "Proof") -> None:
+        """Raise `WeightSyncError` unless the completions' logprobs differ clearly more from those of the base."""
+        own, others = float(self.gaps(completions).mean()), float(base.gaps(completions).mean())
+        if not own < TRIAL_SHARE * others:
+            raise self._refused(
+                replica,
+                f"does not apply the adapter: with a random one, its logprobs are {own:.3g} nats off the trainer's on "
+                f"average and {others:.3g} off those without it, wanted less than {TRIAL_SHARE:g} of that",
+            )
 
     def _scored_of(self, prompt: int, completion: Completion) -> FloatArray:
         """Return the trainer's logprobs of the tokens, up to the first one that it has not scored."""
@@ -122,10 +145,12 @@ class Probe:
     """Dtype of generator and trainer."""
     replicas: int
     generator: "Generator"
-    score: Callable[[Batch], Any]
-    """Returns the trainer's logprobs [N]."""
+    score: "Callable[[Batch, Weights], Any]"
+    """Returns the trainer's logprobs [N] with a set of weights."""
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     """Runs a coroutine on the event loop of the generator's requests, and waits for it."""
+    trial: bool = False
+    """Whether the next weight sync must follow one of `trial` weights. False after replicas have passed one."""
     overdue: bool = field(default=False, init=False)
     """Whether a replica came back to weights that were not checked."""
     _handed_over: int = field(default=0, init=False)
@@ -136,7 +161,7 @@ class Probe:
         self._handed_over += 1
         return self._handed_over <= ALWAYS or version % self.section.every == 0 or self.overdue
 
-    def __call__(self, version: int) -> Proof | None:
+    def __call__(self, version: int, weights: "Weights" = "policy") -> Proof | None:
         """Check all replicas that are present, while the trainer still holds the weights that it sent.
 
         Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`;
@@ -149,8 +174,13 @@ class Probe:
         if not there:
             self.overdue = True
             return None
-        proof = evolve(proof, scored=self._scored(proof, there.values()))
+        proof = evolve(proof, scored=self._scored(proof, there.values(), weights))
         self._gap = max(proof.check(replica, found) for replica, found in there.items())
+        if weights == "trial":
+            base = evolve(proof, scored=self._scored(proof, there.values(), "base"))
+            for replica, found in there.items():
+                proof.refuse_base(replica, found, base)
+            self.trial = False
         return proof
 
     def metrics(self) -> dict[str, Metric]:
@@ -185,11 +215,11 @@ class Probe:
 
         return await gather_or_cancel(map(one, range(self.replicas)))
 
-    def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]]) -> Scored:
+    def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]], weights: "Weights") -> Scored:
         """Return the trainer's scores of all completions. A completion that several replicas made is scored once."""
         made = list(dict.fromkeys((i, tuple(c.tokens.tolist())) for found in answers for i, c in enumerate(found)))
         batch = self._batch([(proof.prompts[i], tokens) for i, tokens in made])
-        logprobs, ends = np.asarray(self.score(batch)), np.cumsum(batch["lengths"])
+        logprobs, ends = np.asarray(self.score(batch, weights)), np.cumsum(batch["lengths"])
         return {key: logprobs[end - len(key[1]) : end] for key, end in zip(made, ends, strict=True)}
 
     def _batch(self, made: Sequence[tuple[IntArray, tuple[int, ...]]]) -> Batch:

@@ -20,10 +20,14 @@ class _Step(click.IntRange):
 @click.command(cls=Command, short_help="Write a checkpoint as a model folder.")
 @click.argument("run_folder", type=click.Path())
 @click.argument("out", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
 @click.option("--step", type=_Step(), help="The checkpoint's step, or `best` by run.keep_best; by default the last.")
-def export(run_folder: str, out: str, step: "int | Literal['best'] | None") -> None:
-    """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads."""
+def export(run_folder: str, out: str, overrides: tuple[str, ...], step: "int | Literal['best'] | None") -> None:
+    """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads.
+
+    KEY.PATH=VALUE changes the run's config for the export alone, e.g. how the backend exports.
+    """
     from whet_jobs.jobs import export as export_run
 
-    written = export_run(run_folder, out, step=step)
+    written = export_run(run_folder, out, step=step, overrides=overrides)
     click.echo(f"wrote {out}: the model after step {written} of {run_folder}")

@@ -98,8 +98,11 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
-def export(run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None) -> int:
-    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step.
+def export(
+    run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None, overrides: Sequence[str] = ()
+) -> int:  # fmt: skip
+    """Write a checkpoint of a run, whose config `overrides` change, as a folder that `transformers` loads. Return its
+    step.
 
     `step`: by default the last one; `best`: the best by `run.keep_best` of the run's config.
     """
@@ -108,7 +111,8 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | Literal["best
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
-    prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
+    changes = [*overrides, *_alone(run.path / "config.yaml")]
+    prepared = prepare(run.path / "config.yaml", changes, config_only=False, trains=False)
     if step == "best":
         step = _best(run, prepared.config)
     saved = exported(run, step, prepared.config)

@@ -29,5 +29,8 @@ class Reference:
         return np.concatenate([[0.0], np.take_along_axis(follows, tokens[1:, None], -1)[:, 0]])
 
     def weights(self) -> "list[tuple[str, Any]]":
-        """Return (name, tensor) of every parameter. Tied parameters occur once."""
-        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        """Return (name, tensor) of every parameter, as in the model folder. Tied parameters occur once."""
+        from whet_weights.stored_names import StoredNames
+
+        held = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        return list(StoredNames(self.model).stored(held))

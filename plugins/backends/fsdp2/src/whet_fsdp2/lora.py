@@ -1,0 +1,313 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): the model's weights are frozen, and two small matrices a weight are trained.
+
+    linear layer    y = W x + s B (A x)      A [r, in] kaiming uniform, B [out, r] zero
+    experts         W_e + s B_e A_e          A [E, r, in], B [E, out, r], added to the weights of all experts at once
+    s               alpha / r, or alpha / sqrt(r) with rslora (Kalajdzievski 2023, arXiv:2312.03732)
+
+A and B are float32 parameters of no module, whole and equal on every rank, so neither FSDP2 nor tensor parallelism
+manages them. Each rank computes the gradient of the part that it uses: its batch shard, its rows of B, its columns of
+A, its experts. The other parts are zero, so the gradient is the sum over all ranks, whatever the parallelism.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whet.data import randomness
+from whet.errors import ConfigError, WhetError
+from whet_fsdp2.config import LoraConfig, adapter_info
+from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Pair, Slice, slice_of, wrap
+from whet_fsdp2.root import AnyRoot
+from whet_fsdp2.sharding import full
+from whet_fsdp2.weights import PolicyWeights, persistent_buffers
+from whet_weights import adapter as peft
+
+Pairs = Mapping[str, Pair]
+"""By the name of the weight."""
+TRIAL_SIZE = 0.3
+"""Root mean square of a trial's update of a weight, times the root of the number of its inputs. The weights of trained
+models have about 1, so a trial changes every layer clearly and breaks none."""
+VALUE_HEAD = "score"
+
+
+class Adapters:
+    """The adapters of a model, and with a value head, the head: everything that is trained."""
+
+    SETS = ("policy", "reference", "base", "trial")
+    """The sets of weights that the model computes with; see `using`."""
+
+    def __init__(self, model: Any, config: LoraConfig, seed: int, head: str = "lm") -> None:
+        """Freeze the model, and add an adapter to each target. Call it before layers are sharded or wrapped.
+
+        Raises `ConfigError` if a target matches nothing.
+        """
+        model.requires_grad_(False)
+        self.info, self._config, self._seed = adapter_info(config), config, seed
+        self.scaling = self.info.scaling
+        self.pairs: dict[str, Pair] = {}
+        self.slices: dict[str, Slice] = {}
+        """The parts of weights that tensor or expert parallelism has left on this rank."""
+        self._modules: dict[str, str] = {}
+        """The module of PEFT's names, by the name of the weight."""
+        self._transposed: set[str] = set()
+        self._chosen: Pairs | None = self.pairs
+        self.linears = find_linears(model, config.targets)
+        self.experts = find_experts(model) if config.experts else {}
+        if config.experts and not self.experts:
+            raise ConfigError(f"backend.lora.experts: {type(model).__name__} has no stacked weights of experts")
+        for name, linear in self.linears.items():
+            part = self._add(f"{name}.weight", name, linear.weight)
+            wrap(linear, partial(LinearForward, self, f"{name}.weight", part))
+        for name, (module, parameters) in self.experts.items():
+            depths = [name + peft.WRAPPED * depth for depth in range(len(parameters))]
+            transposed = bool(getattr(module, "is_transposed", False))
+            parts = {
+                weight: self._add(weight, one, getattr(module, weight.rpartition(".")[2]), transposed)
+                for one, weight in peft.targets(depths, {name: parameters})
+            }
+            names = {one: f"{name}.{one}" for one in parameters}
+            own = {one: parts[weight] for one, weight in names.items()}
+            wrap(module, partial(ExpertsForward, self, module, names, own))
+        self.head = _free_head(model) if head == "value" else None
+        if config.adapter:
+            self._load_start(Path(config.adapter))
+        kept = self.pairs if config.adapter else {}
+        self._start = {weight: (a.detach().clone(), b.detach().clone()) for weight, (a, b) in kept.items()}
+
+    def _add(self, weight: str, module: str, tensor: Tensor, transposed: bool = False) -> Slice | None:
+        """Make the adapter of a weight. Returns the part of the weight that this rank holds."""
+        shape, part = list(tensor.shape), slice_of(tensor, transposed=transposed)
+        if part is not None:
+            self.slices[weight] = part
+        if transposed:
+            self._transposed.add(weight)
+            shape = [shape[0], shape[2], shape[1]]
+        *experts, out, size = shape
+        self._modules[weight] = module
+        draw = randomness.generator(self._seed, f"lora {weight}")
+        bound = 1 / math.sqrt(size)  # kaiming_uniform_(a=sqrt(5)), as in PEFT
+        a = draw.uniform(-bound, bound, (*experts, self.info.rank, size)).astype(np.float32)
+        self.pairs[weight] = (
+            nn.Parameter(torch.from_numpy(a)),
+            nn.Parameter(torch.zeros(*experts, out, self.info.rank)),
+        )
+        return part
+
+    def to(self, device: torch.device) -> None:
+        """Move the adapters, in place."""
+        heads = [] if self.head is None else [(self.head,)]
+        for pair in (*self.pairs.values(), *self._start.values(), *heads):
+            for matrix in pair:
+                matrix.data = matrix.data.to(device)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what is trained, by PEFT's names without `base_model.model.`."""
+        found: dict[str, Any] = {}
+        for weight, (a, b) in self.pairs.items():
+            found[self._modules[weight] + peft.A] = a
+            found[self._modules[weight] + peft.B] = b
+        if self.head is not None:
+            found[f"{VALUE_HEAD}.weight"] = self.head
+        return found
+
+    # Which of several sets of adapters computes
+
+    @contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        """Compute with other adapters meanwhile.
+
+        `policy`: those in training. `reference`: those at the start of the run. `base`: none. `trial`: random ones.
+        """
+        before, self._chosen = self._chosen, self._set(weights)
+        try:
+            yield
+        finally:
+            self._chosen = before
+
+    def at(self, weight: str) -> Pair | None:
+        """Return the adapter of a weight. None: the model computes without adapters."""
+        return None if self._chosen is None else self._chosen[weight]
+
+    def _set(self, weights: str) -> Pairs | None:
+        if weights == "trial":
+            return {weight: self._trial(weight, *pair) for weight, pair in self.pairs.items()}
+        if weights == "reference":  # without a start of its own, B is zero
+            return self._start if self._config.adapter else None
+        return self.pairs if weights == "policy" else None
+
+    def _trial(self, weight: str, a: Tensor, b: Tensor) -> Pair:
+        """Return random matrices whose update of a weight has the size `TRIAL_SIZE`."""
+        draw, bound = randomness.generator(self._seed, f"lora trial {weight}"), 1 / math.sqrt(a.shape[-1])
+        size = TRIAL_SIZE * math.sqrt(3 / self.info.rank) / self.info.scaling
+        drawn = draw.uniform(-bound, bound, a.shape), size * draw.standard_normal(b.shape)
+        first, second = (torch.from_numpy(matrix.astype(np.float32)).to(a.device) for matrix in drawn)
+        return first, second
+
+    # As PEFT has them
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the chosen adapters, and a value head, by the names and in the shapes of PEFT."""
+        for weight, (a, b) in (self._chosen or {}).items():
+            for end, matrix in ((peft.A, a), (peft.B, b)):
+                name = self._modules[weight] + end
+                yield peft.PREFIX + name, peft.stored(name, matrix.detach())
+        if self.head is not None:
+            yield f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach()
+
+    def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
+        """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if they are not
+        those of this model.
+        """
+        targets = {peft.PREFIX + name: parameter for name, parameter in self.parameters().items()}
+        if odd := sorted(targets.keys() ^ tensors.keys()):
+            how = f"lacks {odd[0]}" if odd[0] in targets else f"holds {odd[0]}, which backend.lora does not train"
+            words = "set backend.lora.targets and backend.lora.experts to those of the adapter"
+            raise WhetError(f"{source} {how}; {words}")
+        for name, parameter in targets.items():
+            wanted, found = peft.stored(name, parameter).shape, tensors[name]
+            if found.shape != wanted or not torch.isfinite(found).all():
+                shape = list(found.shape)
+                raise WhetError(f"{source}: {name} has shape {shape}, wanted {list(wanted)} and finite values")
+        for name, parameter in targets.items():
+            found = tensors[name]
+            whole = peft.stacked(name, found, len(parameter)) if parameter.ndim == 3 else found
+            parameter.data.copy_(whole)
+
+    def peft_config(self, base: str) -> dict[str, Any]:
+        """Return the content of `adapter_config.json`."""
+        parameters = [f"{name}.{one}" for name, (_, names) in self.experts.items() for one in names]
+        return peft.peft_config(self.info, base, self.linears, parameters, [VALUE_HEAD] * (self.head is not None))
+
+    def _load_start(self, folder: Path) -> None:
+        config, tensors = peft.read_peft(folder)
+        for key, found, wanted in (
+            ("rank", config["r"], self.info.rank),
+            ("alpha", config["lora_alpha"], self.info.alpha),
+            ("rslora", bool(config.get("use_rslora")), self.info.rslora),
+        ):
+            if found != wanted:
+                raise ConfigError(
+                    f"backend.lora.{key}: is {wanted}, and the adapter {folder} has {found}; set it to that"
+                )
+        if self.head is not None:
+            tensors.setdefault(f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach())
+        self.put(tensors, f"backend.lora.adapter: {folder}")
+
+    # With the weights of the model
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """Return a whole weight with its chosen adapter added. A weight without one is returned as it is."""
+        pair = self.at(name) if name in self.pairs else None
+        if pair is None:
+            return weight
+        a, b = (matrix.detach().to(weight.device) for matrix in pair)
+        return peft.merged(weight, a, b, self.info.scaling, transposed=name in self._transposed)
+
+    def repeated(self) -> dict[str, int]:
+        """Return how many ranks compute the same gradient, by the names of what is trained.
+
+        Within tensor parallelism, all ranks do of a weight that is not split.
+        """
+        ranks = max((part.ranks for name, part in self.slices.items() if part.side != "experts"), default=1)
+        weights = {module: weight for weight, module in self._modules.items()}
+        found = {}
+        for name in self.parameters():
+            weight = weights.get(name.removesuffix(peft.A).removesuffix(peft.B))
+            found[name] = 1 if weight in self.slices else ranks
+        return found
+
+
+class AdapterWeights(PolicyWeights):
+    """The weights of a policy that trains adapters: the masters are the adapters, and the model stays as it is."""
+
+    def __init__(self, root: AnyRoot, adapters: Adapters, ranks: int = 1, averaged: float = 1) -> None:
+        """`averaged`: the factor of the objective that stands for the mean which FSDP2 takes over its gradients."""
+        self.root, self.adapters, self._ranks, self._averaged = root, adapters, ranks, averaged
+        self._low = []
+        self.masters: dict[str, Tensor] = dict(adapters.parameters())
+        self.trained = self.masters
+
+    @torch.no_grad()
+    def computing(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of the model's weights with the chosen adapters merged. Every rank takes part."""
+        for name, parameter in self.root.model.named_parameters():
+            whole = full(parameter.detach())
+            if name == f"{VALUE_HEAD}.weight" and self.adapters.head is not None:
+                whole = self.adapters.head.detach().to(whole.dtype)
+            yield name, self.adapters.merge(name, whole)
+        for name, buffer in persistent_buffers(self.root.model):
+            yield name, buffer
+
+    def matrices(self) -> set[str]:
+        """Return the names of the trained matrices, but for those that are stacked, and a value head."""
+        return {name for name, weight in self.trained.items() if weight.ndim == 2 and not name.startswith(VALUE_HEAD)}
+
+    @torch.no_grad()
+    def complete_gradients(self) -> None:
+        """Sum the gradients over all ranks, in one collective."""
+        repeated, gradients = self.adapters.repeated(), []
+        for name, weight in self.trained.items():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradients.append(weight.grad.div_(repeated[name]) if repeated[name] > 1 else weight.grad)
+        if self._ranks == 1:
+            return
+        import torch.distributed as dist
+
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat.div_(self._averaged)
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
+    """Return the linear layers to adapt, by name: all in the decoder layers, or those that a target matches.
+
+    A target is the name of a layer or the end of it after a dot, or a regular expression for the whole name. Raises
+    `ConfigError` if one matches none.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
+    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    heads = {id(model.get_output_embeddings()), id(getattr(model, VALUE_HEAD, None))}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in heads}
+    if not targets:
+        return {name: module for name, module in linears.items() if id(module) in inside}
+    found: dict[str, nn.Linear] = {}
+    for number, target in enumerate(targets):
+        hits = {n: m for n, m in linears.items() if f".{n}".endswith(f".{target}") or re.fullmatch(target, n)}
+        if not hits:
+            some = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            raise ConfigError(
+                f"backend.lora.targets.{number}: {target!r} matches no linear layer but the head of "
+                f"{type(model).__name__}; its layers have {some}"
+            )
+        found |= hits
+    return {name: module for name, module in linears.items() if name in found}
+
+
+def find_experts(model: Any) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """Return the modules that hold stacked weights of experts, with the names of these, by the name of the module."""
+    found = {}
+    for name, module in model.named_modules():
+        names = tuple(one for one, weight in module.named_parameters(recurse=False) if weight.ndim == 3)
+        if names and name.rpartition(".")[2] == "experts":
+            found[name] = module, names
+    return found
+
+
+def _free_head(model: Any) -> nn.Parameter:
+    """Return a value head that trains in float32, whole on every rank, in the place of the model's own."""
+    head = nn.Parameter(full(getattr(model, VALUE_HEAD).weight.detach()).float().clone())
+    getattr(model, VALUE_HEAD).forward = lambda hidden: F.linear(hidden.float(), head)
+    return head
