@@ -136,7 +136,9 @@ def fuzz(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
     libraries = [f"plugins/libraries/{name}" for name in ("data", "generation", "ops", "sandbox", "start", "weights")]
-    editable = [word for path in ("core", *libraries, "plugins/tools/testing") for word in ("-e", path)]
+    editable = [
+        word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)
+    ]
     session.install(*CONSTRAINTS, *editable, "-r", "docs/requirements.txt")
     session.run("sphinx-build", "-c", "docs", "-W", "--keep-going", ".", "docs/_build/html", *session.posargs)
 
