@@ -138,7 +138,9 @@ def docs(session: nox.Session) -> None:
     libraries = [
         f"plugins/libraries/{name}" for name in ("data", "generation", "memory", "ops", "sandbox", "start", "weights")
     ]
-    editable = [word for path in ("core", *libraries, "plugins/tools/testing") for word in ("-e", path)]
+    editable = [
+        word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)
+    ]
     session.install(*CONSTRAINTS, *editable, "-r", "docs/requirements.txt")
     session.run("sphinx-build", "-c", "docs", "-W", "--keep-going", ".", "docs/_build/html", *session.posargs)
 

@@ -12,7 +12,7 @@ import yaml
 import whet
 from whet.data.files import read_rows
 from whet.errors import ConfigError, DataError
-from whet.run.jobs import evaluate
+from whet_jobs.jobs import evaluate
 
 HERE = Path(__file__).parent
 INLINE = "cluster.workers=inline"

@@ -84,6 +84,7 @@ def test_a_traceback_is_found(fuzz, ground, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_wrongly_taken_is_found(fuzz, ground, tmp_path, monkeypatch):
+    import whet_jobs.jobs
     from whet.run import checkpoint
 
     def older(run, step=None):
@@ -97,7 +98,7 @@ def test_a_checkpoint_that_is_wrongly_taken_is_found(fuzz, ground, tmp_path, mon
         return None
 
     monkeypatch.setattr(checkpoint, "latest", older)
-    monkeypatch.setattr(checkpoint, "last_saved", lambda run: 0)
+    monkeypatch.setattr(whet_jobs.jobs, "last_saved", lambda run: 0)
     found = []
     for number in range(12):
         folder = tmp_path / str(number)

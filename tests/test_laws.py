@@ -114,8 +114,8 @@ def test_core_names_no_plugin() -> None:
 COMMANDS = {command for plugin in PLUGINS for command in entry_points(plugin, "whet.commands")}
 COMPONENTS = {name for names in CATALOG["components"].values() for name in names}
 PLAIN = {
-    "arithmetic", "calculator", "config", "console", "data", "demo", "distill", "env", "hinge", "jsonl", "judge",
-    "math", "new", "plot", "recipe", "reinforce", "report", "tensorboard",
+    "arithmetic", "calculator", "config", "console", "data", "demo", "distill", "env", "eval", "export", "hinge",
+    "jsonl", "judge", "math", "new", "plot", "plugins", "recipe", "reinforce", "report", "tensorboard",
 }  # fmt: skip
 """Names of components and commands that core also uses as words of English or as formats."""
 ELSEWHERE = {"ray"}  # until its launcher has left core

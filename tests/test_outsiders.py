@@ -16,7 +16,7 @@ from whet.component import import_file, import_path
 from whet.data.files import read_metrics
 from whet.data.model_info import read_model
 from whet.data.records import Request, Sampling
-from whet.run.jobs import evaluate
+from whet_jobs.jobs import evaluate
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.algorithm import AlgorithmContract
 from whet_testing.contracts.backend import BackendContract

@@ -289,8 +289,8 @@ STRANGE = (
 
 def evaluation(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """A written evaluation with broken files, that another is compared with."""
-    from whet.evaluation.comparison import read_written
     from whet.evaluation.estimators import estimate
+    from whet_jobs.comparison import read_written
 
     case = Case("evaluation")
     (folder / "tasks").mkdir()
@@ -376,8 +376,8 @@ def resuming(chance: random.Random, ground: Ground, folder: Path) -> Case:
 def checkpoint(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """The newest checkpoint damaged: exporting and resuming refuse it, and no older one takes its place."""
     from whet.run import checkpoint as checkpoints
-    from whet.run.jobs import exported
     from whet.run.run_folder import RunFolder
+    from whet_jobs.jobs import exported
 
     case = Case("checkpoint")
     run = copy_of_run(ground, folder)

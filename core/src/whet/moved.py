@@ -20,7 +20,6 @@ MOVED = {
     "compose": "run.compose",
     "config.load": "plan.load",
     "hookspecs": "plugins.hookspecs",
-    "jobs": "run.jobs",
     "metrics": "data.metrics",
     "model": "data.model_info",
     "parts": "interfaces.algorithm",

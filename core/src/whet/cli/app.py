@@ -7,9 +7,6 @@ import click
 
 from whet.cli.check import check
 from whet.cli.commands import Commands
-from whet.cli.evaluate import evaluate
-from whet.cli.export import export
-from whet.cli.plugins import plugins
 from whet.cli.run import run
 
 
@@ -19,7 +16,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, evaluate, export, plugins):
+for _command in (run, check):
     group.add_command(_command)
 
 

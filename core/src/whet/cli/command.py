@@ -95,22 +95,5 @@ def warn_of_broken(registry: "Registry") -> None:
         say(f"warning: not usable: {broken}")
 
 
-def registry_option(function: Decorated) -> Decorated:
-    """Add `--config`, the argument of `load_registry`."""
-    about = "Also see the single-file plugins that this config names."
-    return click.option("--config", type=click.Path(), help=about)(function)
-
-
-def load_registry(config: str | None) -> "Registry":
-    """Load the installed plugins, and the single files that a config names. Problems of these files are warnings."""
-    from whet.plan.load import load_files_of
-    from whet.plugins.registry import load_plugins
-
-    registry = load_plugins()
-    for problem in load_files_of(config, registry) if config else []:
-        click.echo(f"warning: {problem}", err=True)
-    return registry
-
-
 def _keep(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     ctx.meta["traceback"] = value

@@ -223,7 +223,7 @@ class WeightSyncSection:
 
 @frozen
 class EvaluationSection:
-    """Evaluation within a run, and by `whet eval`."""
+    """Evaluation within a run, and without one."""
 
     environments: list[EnvironmentSection] = field(factory=list, metadata={"off": []})
     """The environments to evaluate on."""

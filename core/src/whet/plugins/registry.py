@@ -116,7 +116,8 @@ class Registry:
             forms = " or ".join(sorted(f"`use: {offer.use}`" for offer in offers))
             raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; choose one by {forms}")
         known = self._elsewhere(kind, short) or choice_words(name, self.offers(kind))
-        known = known or f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
+        owners = ", ".join(sorted(set(catalog().components.get(kind, {}).values()))) or "none is known"
+        known = known or f"; no plugin that offers {a_kind(kind)} is installed; there are: {owners}"
         suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
         quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""
         raise PluginError(f"there is no {kind_word(kind)} {name!r:.80}{known}{quote}")
@@ -125,12 +126,6 @@ class Registry:
     def here(self) -> set[str]:
         """Return the distributions and files that were found, usable or not."""
         return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
-
-    def elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield KIND/NAME and distribution of everything that a name may mean in the catalog and that is not
-        installed.
-        """
-        yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in self.here)
 
     def _elsewhere(self, kind: Kind, name: str) -> str:
         """Return which distribution that is not installed offers a name, or a similar one, as text. Empty: none

@@ -166,20 +166,6 @@ def usable(run: RunFolder, before: int) -> list[int]:
     return steps
 
 
-def last_saved(run: RunFolder) -> int:
-    """Return the step of the last checkpoint that counts by the run's journal; 0 if there is none."""
-    saved = [0]
-    for row in run.events():
-        step = row.get("after_step") if row.get("event") == "rewound" else row.get("step")
-        if not isinstance(step, int):
-            continue
-        if row.get("event") == "rewound":
-            saved = [number for number in saved if number <= step]
-        elif row.get("event") == "saved":
-            saved.append(step)
-    return saved[-1] if saved else 0
-
-
 def read(folder: Path) -> Checkpoint:
     """Return a checkpoint after a check of every file. Raises `CheckpointError` that describes the damage."""
     advice = "delete the folder to resume from the checkpoint before it"

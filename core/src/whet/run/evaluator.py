@@ -1,4 +1,4 @@
-"""The function that evaluates: for a run, and for `whet eval`."""
+"""The function that evaluates: for a run, and for a job that only evaluates."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,7 +4,7 @@ moment      first Ctrl-C                                  Ctrl-C again
 start-up    the run ends; what was started is closed      the process ends; the watchdog kills the workers
 a step      see `whet.run.steps`: finish, save, end           the run ends without saving; what was started is closed
 export      the model is written, then the run ends       the run ends without the model
-a job       `whet eval` or `whet export` ends             the process ends; the watchdog kills the workers
+a job       an evaluation or an export ends               the process ends; the watchdog kills the workers
 closing     closing goes on                               the process ends; the watchdog kills the workers
 """
 

@@ -21,7 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
     "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": True},
-    "mixtral": {"family": "mixtral", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": False, "experts": 4},
+    "mixtral": {"family": "mixtral", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": False},
 }
 LOSS = Spec("whet_testing.losses:Weighted")
 

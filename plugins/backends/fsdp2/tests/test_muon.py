@@ -28,7 +28,12 @@ def state(worker):
 
 
 def tensors(folder):
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    parts = {}
+    for file in folder.glob("*.safetensors"):
+        for key, value in load_file(file).items():
+            name, _, begin = key.partition("@")
+            parts.setdefault(name, []).append((int(begin.partition(",")[0] or 0), value))
+    return {name: torch.cat([v for _, v in sorted(found, key=lambda one: one[0])]) for name, found in parts.items()}
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

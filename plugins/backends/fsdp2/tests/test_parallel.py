@@ -9,7 +9,7 @@ from whet.component import Spec
 from whet.errors import CheckpointError, WorkerError
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 
@@ -171,6 +171,21 @@ def test_values_are_those_of_one_rank(build, make_batch, layout):
     one, several = build("qwen3", head="value"), build("qwen3", layout, head="value")
     spec, batches = Spec("whet_testing.losses:Regression"), [make_batch(0), make_batch(1).take([0])]
     np.testing.assert_allclose(trained(several, batches, spec), trained(one, batches, spec), rtol=1e-4)
+
+
+EXPERTS = ExpertsConfig(balance=0.3, z_loss=0.1)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "tensor 2", "context 2", "expert 2", "tensor 2 x context 2"])
+@pytest.mark.parametrize("over", ["batch", "micro-batch"])
+def test_balance_and_loads_are_those_of_one_rank(build, make_batch, layout, over):
+    if over == "micro-batch" and layout in ("fsdp 2", "expert 2"):
+        pytest.skip("each rank has a micro-batch of its own, so the mean is another one")
+    experts = attrs.evolve(EXPERTS, balance_over=over)
+    one, several = build("qwen3_moe", experts=experts), build("qwen3_moe", layout, experts=experts)
+    expected, found = (backend.train(make_batch(0), LIKELIHOOD) for backend in (one, several))
+    for name in ("loss", "grad_norm", "experts/load_max", "experts/entropy", "experts/balance_loss", "experts/z_loss"):
+        assert found[name].number() == pytest.approx(expected[name].number(), rel=1e-4), name
 
 
 CONTINUATIONS = [

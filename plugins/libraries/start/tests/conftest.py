@@ -1,6 +1,8 @@
 """A plugin with components of several kinds, and a config that names them."""
 
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from whet.cli.app import group
 from whet.plugins.registry import Registry, load_plugins
+from whet_testing.forking import Programs
 
 OFFERS = '''
 from attrs import field, frozen, validators
@@ -109,3 +112,25 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     """Run `whet` with arguments in the folder of the config."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(group, arguments)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Start what forks the processes of `alone`."""
+    with Programs(["whet.cli.app", "whet.plan.load", "whet_start.plugins"]) as started:
+        yield started
+
+
+@pytest.fixture
+def alone(site: Path, tmp_path: Path, programs: Programs) -> "Callable[..., subprocess.CompletedProcess[str]]":
+    """Run `whet plugins` with arguments in a process of its own, which sees the distributions of `site` alone."""
+    code = (
+        "import importlib.metadata, whet.cli.app, whet.cli.commands, whet.plugins.registry, whet_start.plugins;"
+        f"found = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
+        "whet.cli.commands.distributions = whet.plugins.registry.distributions = found;"
+        "whet.cli.app.group.add_command(whet_start.plugins.plugins); whet.cli.main()"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
+    return lambda *arguments: programs.run(
+        code, ("plugins", *arguments), folder=tmp_path, variables=variables, seconds=60
+    )

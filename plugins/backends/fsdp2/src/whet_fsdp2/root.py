@@ -49,6 +49,10 @@ class Root:
         found: dict[str, Tensor] = self.model(feed, tuple(outputs))
         return gathered(feed, found)
 
+    def pass_through(self, feed: Feed) -> None:
+        """Run the forward pass without the head's formula, for what its layers record."""
+        self.model(feed, ("logits",))
+
     def _forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
         other = None
         if _divergences(outputs):
@@ -133,6 +137,10 @@ class ValueRoot:
     def __call__(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """Return `values` [M] float32."""
         return gathered(feed, self.model(feed))
+
+    def pass_through(self, feed: Feed) -> None:
+        """Run the forward pass, for what its layers record."""
+        self.model(feed)
 
     def _forward(self, feed: Feed) -> dict[str, Tensor]:
         return owned(self.model, {"values": self.model.score(read_hidden(self, feed))[:, 0].float()})

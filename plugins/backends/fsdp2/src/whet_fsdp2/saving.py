@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from whet.interfaces.workers import Pending, Workers
 from whet.plan.machine import available_memory
 
-Tensors = Iterable[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Iterable[tuple[str, "Tensor"]]
 SPARE = 1.25
 """A copy is made where this times its size is free in host memory."""
 

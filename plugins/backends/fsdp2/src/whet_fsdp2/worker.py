@@ -244,7 +244,8 @@ class Worker:
         def passes() -> Iterator[None]:
             for part in self._micro_batches(batch):
                 with torch.no_grad():
-                    yield self._root(self._feed(part, batch), ("logits",))  # all but the head
+                    self._root.pass_through(self._feed(part, batch))
+                yield
 
         live = bool(torch.as_tensor(loss.live(self._tensors(batch))).any()) if batch.sequences else False
         return self._experts.begin(batch, len(self._plan(batch)), live, passes())

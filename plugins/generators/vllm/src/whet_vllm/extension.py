@@ -124,7 +124,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
 
 
 def pack_experts_again(model: Any) -> None:
-    """Let vLLM pack the experts of each layer for its kernel when the next weights are loaded.
+    """Make vLLM pack the experts of each layer for its kernel when the next weights are loaded.
 
     On a CPU it packs them only where there is no kernel yet, so a second load would leave the packed copy of the first
     weights in use. On a GPU the kernel must stay: recorded graphs hold its addresses, and it reads the weights in

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whet.cli.command import Command, load_registry, registry_option
+from whet.cli.command import Command
+from whet_start.registry_option import elsewhere, load_registry, registry_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +83,7 @@ def _unknown(name: str, registry: "Registry", titles: list[str], config: str | N
     given_kind = next((kind for kind in KINDS if name.startswith(f"{kind}/")), None)
     if given_kind is not None:
         registry.find(given_kind, name.partition("/")[2])  # quotes plugins that are broken or offer a name twice
-    if owners := dict.fromkeys(owner for _, owner in registry.elsewhere(name)):
+    if owners := dict.fromkeys(owner for _, owner in elsewhere(registry, name)):
         return ConfigError(f"no installed plugin has {name!r}; {'; '.join(map(offered_words, owners))}")
     known = [*titles, *(title.rpartition("/")[2] for title in titles)]
     suspects = "".join(f"\nnot usable, and might offer it: {broken}" for broken in registry.broken)

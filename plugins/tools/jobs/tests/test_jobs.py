@@ -9,8 +9,8 @@ import pytest
 from whet.config.sections import Config, KeepBestSection, ModelSection, RunSection
 from whet.errors import CheckpointError, WhetError
 from whet.run import checkpoint
-from whet.run.jobs import _best, _load, _whole, exported
 from whet.run.run_folder import RunFolder
+from whet_jobs.jobs import _best, _load, _whole, exported
 
 
 def save(run, step):

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from whet.cli.command import Command, Group, load_registry, registry_option
+from whet.cli.command import Command, Group
 from whet.cli.commands import installed
+from whet_start.explain import summary
+from whet_start.registry_option import elsewhere, load_registry, registry_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,15 +51,10 @@ def offered(registry: "Registry") -> list[Row]:
         for use, offer in registry.offers(kind).items():
             alike = registry.contested(kind).get(offer.component.name, [])
             others = tuple(other.distribution for other in alike if other is not offer)
-            rows.append(Row(kind, use, offer.distribution, _summary(offer.component.config), offer, others))
+            rows.append(Row(kind, use, offer.distribution, summary(offer.component.config), offer, others))
     commands = [Row("commands", command.entry.name, command.owner, command.about) for command in installed()]
     endpoints = [Row("endpoints", FEATURE, owner, "Addresses of the model.") for owner in registry.targets(HOOK)]
     return [*rows, *sorted(commands), *sorted(endpoints)]
-
-
-def _summary(cls: type) -> str:
-    """Return the first paragraph of a class's docstring on one line."""
-    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 @click.group(cls=Group, invoke_without_command=True)
@@ -146,15 +143,15 @@ def why(name: str, config: str | None, as_json: bool) -> int:
     found = [_component(row, row.offer) for row in named if row.offer]
     beside = [dict(zip(Row._fields[:4], row, strict=False)) for row in named if row.offer is None]
     broken = _suspects(registry, name, bool(named))
-    elsewhere = [] if named else [*registry.elsewhere(name), *_commands_elsewhere(name)]
+    others = [] if named else [*elsewhere(registry, name), *_commands_elsewhere(name)]
     near = [] if named else _near(registry, rows, name)
     if as_json:
-        not_here = [f"{title} ({owner})" for title, owner in elsewhere]
+        not_here = [f"{title} ({owner})" for title, owner in others]
         lists = {"broken": [attrs.asdict(one) for one in broken], "near": near, "elsewhere": not_here}
         click.echo(json.dumps({"found": found, "beside": beside, **lists}, indent=2))
     else:
         blocks = ["\n".join(_described(one)) for one in [*found, *beside]]
-        text = "\n\n".join(blocks) if named else "\n".join(_missing(name, rows, elsewhere, near, config))
+        text = "\n\n".join(blocks) if named else "\n".join(_missing(name, rows, others, near, config))
         click.echo("\n".join([text, *_quoted(broken)]))
     return 0 if named and not any(one["fault"] or (one["contested"] and "/" not in name) for one in found) else 1
 
@@ -211,15 +208,15 @@ def _described(one: "Mapping[str, Any]") -> "Iterator[str]":
 
 
 def _missing(
-    name: str, rows: "Iterable[Row]", elsewhere: "Sequence[tuple[str, str]]", near: "Sequence[str]", config: str | None
+    name: str, rows: "Iterable[Row]", others: "Sequence[tuple[str, str]]", near: "Sequence[str]", config: str | None
 ) -> "Iterator[str]":
     from whet.plugins.catalog import install_words
 
     yield f"no usable plugin offers {name!r}"
-    for owner in dict.fromkeys(owner for _, owner in elsewhere):
-        offers = ", ".join(title for title, other in elsewhere if other == owner)
+    for owner in dict.fromkeys(owner for _, owner in others):
+        offers = ", ".join(title for title, other in others if other == owner)
         yield f"{owner} offers {offers}, and is not installed: {install_words([owner])}"
-    if near and not elsewhere:
+    if near and not others:
         yield f"near names: {', '.join(near)}"
     sources = {row.distribution for row in rows if row.offer}
     yield f"plugins that were found: {', '.join(sorted(sources)) or 'none'}"

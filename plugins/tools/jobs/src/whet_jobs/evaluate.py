@@ -16,7 +16,7 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     """Evaluate a model on the environments under `evaluation` in CONFIG."""
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
-    from whet.run.jobs import evaluate as evaluate_config
+    from whet_jobs.jobs import evaluate as evaluate_config
 
     registry = load_plugins()
     warn_of_broken(registry)

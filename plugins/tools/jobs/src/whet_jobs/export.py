@@ -27,7 +27,7 @@ def export(run_folder: str, out: str, overrides: tuple[str, ...], step: "int | L
 
     KEY.PATH=VALUE changes the run's config for the export alone, e.g. how the backend exports.
     """
-    from whet.run.jobs import export as export_run
+    from whet_jobs.jobs import export as export_run
 
     written = export_run(run_folder, out, step=step, overrides=overrides)
     click.echo(f"wrote {out}: the model after step {written} of {run_folder}")

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from whet.plugins.registry import load_plugins
+from whet_start.registry_option import elsewhere
+
 SINGLE = '''
 from attrs import frozen
 from whet import hookimpl
@@ -34,8 +37,8 @@ def single(config: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["clip", "losses/clip"])
-def test_all_about_a_component_that_was_found(command: Any, offers: Any, site: Path, name: str) -> None:
-    done = command("plugins", "why", name)
+def test_all_about_a_component_that_was_found(alone: Any, offers: Any, site: Path, name: str) -> None:
+    done = alone("why", name)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "losses/clip: A clipped loss.",
@@ -45,84 +48,91 @@ def test_all_about_a_component_that_was_found(command: Any, offers: Any, site: P
     ]
 
 
-def test_a_distribution_names_all_that_it_offers(command: Any, offers: Any) -> None:
-    found = json.loads(command("plugins", "why", "whet-offers", "--json").stdout)["found"]
+def test_a_distribution_names_all_that_it_offers(alone: Any, offers: Any) -> None:
+    found = json.loads(alone("why", "whet-offers", "--json").stdout)["found"]
     assert {f"{one['kind']}/{one['name']}" for one in found} >= {"losses/clip", "algorithms/loop", "loggers/paper"}
 
 
-def test_a_target_that_cannot_be_imported_is_told(command: Any, offers: Any, install: Any, site: Path) -> None:
+def test_a_target_that_cannot_be_imported_is_told(alone: Any, offers: Any, install: Any, site: Path) -> None:
     source = (site / "offers_hooks.py").read_text()
     wrong = source.replace('"clip"', '"bad"').replace('"loop"', '"b"').replace('__name__ + ":made"', '"gone_module:X"')
     install("whet-wrong", {"wrong_hooks": wrong})
-    done = command("plugins", "why", "bad")
+    done = alone("why", "bad")
     assert done.returncode == 1
     assert (
         "target      gone_module:X: 'gone_module:X' cannot be imported: ModuleNotFoundError: No module" in done.stdout
     )
 
 
-def test_a_name_that_is_offered_twice_names_both(command: Any, offers: Any, install: Any, site: Path) -> None:
+def test_a_name_that_is_offered_twice_names_both(alone: Any, offers: Any, install: Any, site: Path) -> None:
     install("whet-again", {"again_hooks": (site / "offers_hooks.py").read_text()}, version="2.5")
-    done = command("plugins", "why", "clip")
+    done = alone("why", "clip")
     assert done.returncode == 1
     assert "offered by  whet-again 2.5, entry point again_hooks = again_hooks" in done.stdout
     assert "contested   whet-offers offers it too; choose this one by `use: whet-again/clip`" in done.stdout
-    done = command("plugins", "why", "whet-again/clip")
+    done = alone("why", "whet-again/clip")
     assert done.returncode == 0, done.stdout
     assert "whet-offers 1.0" not in done.stdout
 
 
-def test_an_unknown_name_gives_near_ones_and_quotes_broken_plugins(command: Any, offers: Any, install: Any) -> None:
+def test_an_unknown_name_gives_near_ones_and_quotes_broken_plugins(alone: Any, offers: Any, install: Any) -> None:
     install("whet-bad", {"bad_hooks": "def deep():\n    return 1 / 0\n\ndeep()\n"})
     install("whet-old", {"old_hooks": ""}, requires="whet>=99")
-    done = command("plugins", "why", "clyp")
+    done = alone("why", "clyp")
     assert done.returncode == 1
     assert "no usable plugin offers 'clyp'\nnear names: losses/clip (whet-offers)\n" in done.stdout
     assert "whet-bad (plugin 'bad_hooks'): ZeroDivisionError: division by zero (" in done.stdout
     assert "return 1 / 0" in done.stdout, "the traceback's last lines"
     assert "whet-old (plugin 'old_hooks'): it is made for whet>=99" in done.stdout
     assert "`--config FILE` also looks" in done.stdout
-    found = json.loads(command("plugins", "why", "clyp", "--json").stdout)
+    found = json.loads(alone("why", "clyp", "--json").stdout)
     assert found["near"] == ["losses/clip (whet-offers)"]
     assert {broken["distribution"] for broken in found["broken"]} == {"whet-bad", "whet-old"}
 
 
-def test_a_broken_distribution_is_asked_for_by_its_name(command: Any, offers: Any, install: Any) -> None:
+def test_a_broken_distribution_is_asked_for_by_its_name(alone: Any, offers: Any, install: Any) -> None:
     install("whet-bad", {"bad_hooks": "1 / 0"})
     install("whet-worse", {"worse_hooks": "1 / 0"})
-    done = command("plugins", "why", "whet-bad")
+    done = alone("why", "whet-bad")
     assert done.returncode == 1
     assert "whet-bad (plugin 'bad_hooks')" in done.stdout
     assert "whet-worse (plugin" not in done.stdout
 
 
-def test_single_files_are_seen_where_a_config_names_them(command: Any, single: Path, tmp_path: Path) -> None:
-    assert command("plugins", "why", "mine").returncode == 1
-    done = command("plugins", "why", "mine", "--config", str(single))
+def test_single_files_are_seen_where_a_config_names_them(alone: Any, single: Path, tmp_path: Path) -> None:
+    assert alone("why", "mine").returncode == 1
+    done = alone("why", "mine", "--config", str(single))
     assert done.returncode == 0, done.stderr
     assert f"  offered by  the single file {tmp_path}/mine.py\n" in done.stdout
     assert f"  target      file:{tmp_path}/mine.py:Mine: it can be imported\n" in done.stdout
     assert done.stdout.endswith("mine.py, line 6)\n")
-    found = json.loads(command("plugins", "--config", str(single), "--json").stdout)
+    found = json.loads(alone("--config", str(single), "--json").stdout)
     assert found["components"]["environments"]["mine"] == f"{tmp_path}/mine.py"
 
 
-def test_a_single_file_that_is_broken_or_gone_is_a_warning(command: Any, single: Path, tmp_path: Path) -> None:
+def test_a_single_file_that_is_broken_or_gone_is_a_warning(alone: Any, single: Path, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("plugins: [./mine.py, ./gone.py]\n")
     (tmp_path / "mine.py").write_text("1 / 0\n")
-    done = command("plugins", "--config", str(single))
+    done = alone("--config", str(single))
     assert done.returncode == 0
     assert "warning: plugins.0: " in done.stderr
     assert f"warning: plugins.1: there is no file '{tmp_path}/gone.py'" in done.stderr
-    assert "ZeroDivisionError" in command("plugins", "why", "mine", "--config", str(single)).stdout
+    assert "ZeroDivisionError" in alone("why", "mine", "--config", str(single)).stdout
 
 
-def test_a_command_of_a_distribution_is_found_and_listed(command, install_command) -> None:
-    install_command(
-        "whet-shine", "shine", "import click\n@click.command()\ndef shine(): pass", summary="Make it shine."
-    )
+def test_a_command_of_a_distribution_is_found_and_listed(alone: Any, install: Any, site: Path) -> None:
+    info = install("whet-shine", {})
+    (info / "METADATA").write_text((info / "METADATA").read_text() + "Summary: Make it shine.\n")
+    (info / "entry_points.txt").write_text("[whet.commands]\nshine = shine_cli:shine\n")
+    (site / "shine_cli.py").write_text("import click\n@click.command()\ndef shine(): pass")
     for name in ("shine", "commands/shine", "whet-shine"):
-        done = command("plugins", "why", name)
+        done = alone("why", name)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "commands/shine: Make it shine.\n  offered by  whet-shine\n"
-    assert json.loads(command("plugins", "--json").stdout)["commands"] == {"shine": "whet-shine"}
+    assert json.loads(alone("--json").stdout)["commands"] == {"shine": "whet-shine"}
+
+
+def test_only_what_is_not_installed_is_elsewhere(offers: Any, install: Any) -> None:
+    assert list(elsewhere(offers, "algorithms/dpo")) == [("algorithms/dpo", "whet-dpo")]
+    install("whet-dpo", {"dpo_hooks": "1 / 0"})
+    assert list(elsewhere(load_plugins(), "algorithms/dpo")) == [], "a broken plugin is here"

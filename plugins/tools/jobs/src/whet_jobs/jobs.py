@@ -14,7 +14,6 @@ from whet.config.renamed import renewed
 from whet.config.structure import unstructure
 from whet.data.files import disk_errors, json_line, private
 from whet.errors import CheckpointError, ConfigError, WhetError
-from whet.evaluation.comparison import SUMMARY, Comparison, compare, read_written
 from whet.evaluation.result import EvaluationResult
 from whet.interfaces.logger import RunInfo
 from whet.plan.load import load_config
@@ -29,6 +28,8 @@ from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.run_folder import RunFolder, closing_all
 from whet.run.start_workers import make_worker_groups
+from whet_jobs.comparison import SUMMARY, Comparison, compare, read_written
+from whet_jobs.tables import table
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -46,7 +47,7 @@ class Evaluated:
     comparison: Comparison | None = None
 
     def __str__(self) -> str:
-        tables = [self.result.table(), *([self.comparison.table()] if self.comparison else [])]
+        tables = [table(self.result), *([self.comparison.table()] if self.comparison else [])]
         return f"{self.model}\n" + "\n\n".join(tables)
 
     def write(self, out: Path) -> None:
@@ -140,7 +141,7 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
     """
     try:
         saved = checkpoint.latest(run, step)
-        last = checkpoint.last_saved(run)
+        last = last_saved(run)
         if saved is None or (step is None and saved.step < last):
             raise CheckpointError(
                 f"{run.path} lacks the checkpoint of step {last}, which its journal says was saved last"
@@ -149,7 +150,7 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
     except CheckpointError as error:
         if step is not None:
             raise
-        older = checkpoint.usable(run, 1 + max(checkpoint.newest(run), checkpoint.last_saved(run)))
+        older = checkpoint.usable(run, 1 + max(checkpoint.newest(run), last_saved(run)))
         steps = " or ".join(f"--step {number}" for number in older)
         how = f"; to export an older checkpoint, give {steps}" if older else ""
         raise CheckpointError(f"{error}\nnothing was exported{how}") from error
@@ -162,6 +163,20 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
                 + "\n".join(f"  {line}" for line in different)
             )
     return saved
+
+
+def last_saved(run: RunFolder) -> int:
+    """Return the step of the last checkpoint that counts by the run's journal; 0 if there is none."""
+    saved = [0]
+    for row in run.events():
+        step = row.get("after_step") if row.get("event") == "rewound" else row.get("step")
+        if not isinstance(step, int):
+            continue
+        if row.get("event") == "rewound":
+            saved = [number for number in saved if number <= step]
+        elif row.get("event") == "saved":
+            saved.append(step)
+    return saved[-1] if saved else 0
 
 
 @contextmanager

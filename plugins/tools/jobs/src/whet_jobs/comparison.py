@@ -11,8 +11,9 @@ from attrs import asdict, frozen
 from whet.data.files import read_rows, reading
 from whet.errors import DataError
 from whet.evaluation.estimators import Estimate, estimate
-from whet.evaluation.result import FORMAT, EvaluationResult, aligned, interval
+from whet.evaluation.result import FORMAT, EvaluationResult
 from whet.evaluation.task_scores import TaskScore
+from whet_jobs.tables import aligned, interval
 
 SUMMARY = "evaluation.json"
 
