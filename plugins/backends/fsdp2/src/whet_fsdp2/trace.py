@@ -137,13 +137,13 @@ def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyR
     low = case.model.dtype == "bfloat16"
     mastered = trained or not low
     model = _model(case, config.head, torch.float32 if mastered else torch.bfloat16)
+    if case.device == "cpu":
+        _hasten_norms(model)  # before FSDP2 changes their classes, which cannot be copied
     if ranks.size > 1:
         with sharding(ranks, low and mastered, keep=not config.reshard_after_forward) as wanted:
             wanted, _, mesh = type(model).prepare_distribute_model(wanted)
             model = type(model).maybe_distribute_model(model, wanted, mesh)
     root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
-    if case.device == "cpu":
-        _hasten_norms(model)
     root.narrowed = narrow(model)
     if config.layout != "padded":
         _use_packed(model, config.layout, case.device == "gpu")
