@@ -115,7 +115,7 @@ COMMANDS = {command for plugin in PLUGINS for command in entry_points(plugin, "w
 COMPONENTS = {name for names in CATALOG["components"].values() for name in names}
 PLAIN = {
     "arithmetic", "calculator", "config", "console", "data", "demo", "distill", "env", "eval", "export", "hinge",
-    "jsonl", "judge", "math", "new", "plot", "plugins", "recipe", "reinforce", "report", "tensorboard",
+    "jsonl", "judge", "math", "memory", "new", "plot", "plugins", "recipe", "reinforce", "report", "tensorboard",
 }  # fmt: skip
 """Names of components and commands that core also uses as words of English or as formats."""
 ELSEWHERE = {"ray"}  # until its launcher has left core

@@ -87,11 +87,9 @@ class ModelInfo:
         Where the config is ambiguous, the smaller number is taken, so that the estimate is never above the real need.
         """
         layers, (dense, sparse) = self._count("num_hidden_layers"), self._layers()
-        if not (layers and dense):
-            return 0
         without = self._count("first_k_dense_replace") + len(self._text("mlp_only_layers") or ())
         mixed = max(0, layers - without) // self._count("decoder_sparse_step", 1) if sparse else 0
-        return self.outer_parameters + mixed * sparse + (layers - mixed) * dense
+        return self.outer_parameters + mixed * sparse + (layers - mixed) * dense if layers and dense else 0
 
     @property
     def layer_parameters(self) -> int:

@@ -170,7 +170,7 @@ def _model(case: Case, head: str, dtype: torch.dtype) -> Any:
 
 
 def _allocate(model: nn.Module) -> None:
-    """Give the parameters and buffers their storages, which are counted and hold nothing."""
+    """Allocate parameters and buffers: their storages are counted and hold nothing."""
     made = dict[int, nn.Parameter]()  # a tied weight once
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
