@@ -82,7 +82,8 @@ from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
 from whet.plan.roles import make_roles
 from whet.data.model_info import ModelInfo
-MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000})
+EXPERTS = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000, **EXPERTS})
 loaded = load_config(sys.argv[1])
 plan, problems = make_plan(
     loaded.config, MODEL, make_roles(loaded.config, gather_facts(loaded.config, MODEL)), Machine(cores=2)
