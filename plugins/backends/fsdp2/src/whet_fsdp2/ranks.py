@@ -1,7 +1,8 @@
 """The process groups of a backend, the collectives that it needs besides FSDP2's own, and a stopwatch for phases."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from whet.interfaces.workers import WorkerRank
 from whet.runtime.wire import decode, encode
 from whet_fsdp2.parallel import Grid, ParallelConfig
 from whet_weights.ports import shortage
+
+T = TypeVar("T")
+_MADE: dict[str, Any] = {}
+"""Process groups and meshes of this process, which all roles in it share."""
 
 
 class Ranks:
@@ -28,6 +33,7 @@ class Ranks:
             raise ConfigError(f"{rank.role}.{error}") from error
         self._joined = False
         self._groups: dict[tuple[str, ...], Any] = {}
+        """The groups of ranks that share a batch shard, and of those that share its sequences."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -54,15 +60,19 @@ class Ranks:
             ) from error
 
     def _make_groups(self) -> None:
-        """Make the groups of ranks that share a batch shard, and of those that share its sequences. All ranks do."""
-        import torch.distributed as dist
-
+        """Make the groups of ranks. All ranks must take part."""
         wanted = {("context",): self.grid.sizes.context, ("tensor", "context"): self.grid.sharing}
         for axes, size in wanted.items():
             if size > 1:
                 every = dict.fromkeys(tuple(self.grid.members(rank, *axes)) for rank in range(self.size))
-                enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch has no types for it
-                self._groups[axes], _ = enumerate_groups(list(map(list, every)))
+                self._groups[axes] = self.once(f"groups {list(every)}", partial(_new_groups, list(map(list, every))))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this name in this process, for any role. All ranks must take part."""
+        if name not in _MADE:
+            _MADE[name] = make()
+        found: T = _MADE[name]
+        return found
 
     @property
     def coordinates(self) -> RankCoordinates:
@@ -152,7 +162,15 @@ class Ranks:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+            _MADE.clear()
             self._joined = False
+
+
+def _new_groups(members: list[list[int]]) -> Any:
+    import torch.distributed as dist
+
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch has no types for it
+    return enumerate_groups(members)[0]
 
 
 def clock(device: torch.device) -> float:

@@ -29,10 +29,11 @@ PARTIAL = "replicated_with_grad_allreduce"
 def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
     """Yield the argument `distributed_config` of `from_pretrained`, for a model that is loaded in this context.
 
-    `keep`: layers stay whole between their forward and backward pass.
+    `keep`: layers stay whole between their forward and backward pass. All models of a process that are sharded alike
+    share their process groups: each group costs threads with gloo, and memory with NCCL.
     """
     from transformers import __version__
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig, mixin
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
     sizes, grid = ranks.grid.sizes, ranks.grid
@@ -52,11 +53,16 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
         )
     place = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)
+    make_mesh = getattr(mixin, "initialize_distributed_mesh", None)  # versions before 5.23 make a mesh for each model
+    if make_mesh is not None:
+        mixin.initialize_distributed_mesh = lambda config: ranks.once(f"mesh {wanted}", lambda: make_mesh(config))
     # This style reduces the gradient that has been accumulated, after each micro-batch; `sum_partial` reduces it once.
     ALL_PARALLEL_STYLES[PARTIAL] = TensorParallelLayer()
     try:
         yield DistributedConfig(**wanted)
     finally:
+        if make_mesh is not None:
+            mixin.initialize_distributed_mesh = make_mesh
         del ALL_PARALLEL_STYLES[PARTIAL]
         if place is None:
             del os.environ["LOCAL_RANK"]
