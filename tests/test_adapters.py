@@ -170,9 +170,9 @@ def test_an_engine_that_takes_the_trial_and_not_what_follows_is_refused(ends, mo
 def test_an_engine_that_keeps_merged_weights_is_refused_before_the_first_step(ends, monkeypatch, name):
     from whet_hf import worker
 
-    def take(model, weights):
+    def take(model, weights, stored):
         kept = {n: p.clone() for n, p in model.named_parameters() if name in n}
-        take_weights(model, ((n, kept.get(n, tensor)) for n, tensor in weights))
+        take_weights(model, ((n, kept.get(n, tensor)) for n, tensor in weights), stored)
 
     take_weights = worker.take_weights
     sync, _ = ends.sync("merged")

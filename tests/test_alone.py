@@ -20,16 +20,20 @@ from whet.cli import main
 main()
 """
 """The command line where no plugin is installed."""
+WITH_START = ALONE.replace("lambda: []", "lambda: [one for one in found if one.name == 'whet-start']").replace(
+    "\nwhet.cli", "\nfound = list(whet.plugins.registry.distributions())\nwhet.cli"
+)
+"""The same with whet-start alone, which brings `whet plugins`."""
 
 
-def alone(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", ALONE, *arguments]
+def alone(*arguments: str, folder: Path, code: str = ALONE) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False)
 
 
 def test_core_alone_lists_what_there_is_to_install(tmp_path):
-    done = alone("plugins", folder=tmp_path)
+    done = alone("plugins", folder=tmp_path, code=WITH_START)
     assert done.returncode == 0, done.stderr
     assert "No plugin is installed" in done.stdout
     assert all(f"pip install 'whet[{bundle}]'" in done.stdout for bundle in catalog().bundles)
@@ -52,7 +56,7 @@ def test_core_alone_lists_what_there_is_to_install(tmp_path):
     ],
 )
 def test_core_alone_says_who_offers_a_name_and_how_to_install_it(tmp_path, arguments, said):
-    done = alone(*arguments, folder=tmp_path)
+    done = alone(*arguments, folder=tmp_path, code=WITH_START if arguments[0] == "plugins" else ALONE)
     assert done.returncode == 1
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

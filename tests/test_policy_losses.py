@@ -59,7 +59,7 @@ def batch_for(number: int, backend: Fsdp2Backend) -> Batch:
 
 
 def numbers(found: Any) -> dict[str, float]:
-    left_out = ("seconds/", "tokens")
+    left_out = ("seconds/", "memory/", "tokens")
     return {name: metric.number() for name, metric in found.items() if not name.startswith(left_out)}
 
 

@@ -33,7 +33,7 @@ def some_batch(seed: int = 0) -> Batch:
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    return {name: m.number() for name, m in metrics.items() if "seconds" not in name}
+    return {name: m.number() for name, m in metrics.items() if not name.startswith(("seconds/", "memory/"))}
 
 
 @pytest.mark.parametrize("head", LOSSES)
@@ -85,7 +85,10 @@ def write(folder: Path, model: Path, **changes: Any) -> Path:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     kept = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))} for row in kept]
+    return [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "memory/", "probe/"))}
+        for row in kept
+    ]
 
 
 def test_a_short_run_learns_and_its_critic_too(tmp_path, tiny_model_folder):

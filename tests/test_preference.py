@@ -55,7 +55,7 @@ def with_prompts(batch: Batch) -> Batch:
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    return {name: m.number() for name, m in metrics.items() if "seconds" not in name}
+    return {name: m.number() for name, m in metrics.items() if not name.startswith(("seconds/", "memory/"))}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -118,7 +118,7 @@ def document(folder: Path, model: Path, **changes: Any) -> Path:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     kept = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in kept]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "memory/"))} for row in kept]
 
 
 ORPO = {

@@ -68,7 +68,7 @@ def test_switched_off_or_with_a_wide_bound_it_refuses_nothing(run_of, probe, pro
 
 def computed(name):
     """Whether a metric is of the training itself."""
-    return name != "time" and not name.startswith(("seconds/", "probe/"))
+    return name != "time" and not name.startswith(("seconds/", "memory/", "probe/"))
 
 
 def test_where_nothing_can_check_the_distribution_that_can_is_named(run_of, monkeypatch):

@@ -187,7 +187,10 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tin
 def test_a_finished_run_has_nothing_left_to_do(uninterrupted, start):
     before = {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}
     said = finish(start(uninterrupted.parent / "run.yaml", "loggers=[console]"))
-    page = f"`whet report {uninterrupted}`: write one HTML page about a run"
+    memory = "predict and measure the memory of each role: by phase, without weights, and changes that make it fit"
+    page = (
+        f"`whet memory {uninterrupted}`: {memory}, and `whet report {uninterrupted}`: write one HTML page about a run"
+    )
     assert said.splitlines() == [
         "this run is finished, all 12 steps of it; nothing was started",
         f"results: the model is in {uninterrupted}/model, and {page}",

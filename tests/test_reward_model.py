@@ -51,7 +51,7 @@ def backend(backend):
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    return {name: m.number() for name, m in metrics.items() if "seconds" not in name}
+    return {name: m.number() for name, m in metrics.items() if not name.startswith(("seconds/", "memory/"))}
 
 
 def test_micro_batches_layout_and_order_do_not_matter(backend):
@@ -110,7 +110,7 @@ def document(folder: Path, model: Path, **changes: Any) -> Path:
 
 def measured(folder: Path) -> list[dict[str, float]]:
     return [
-        {k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")}
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "memory/"))}
         for row in read_rows(folder / "metrics.jsonl")
     ]
 

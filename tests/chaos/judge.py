@@ -198,4 +198,7 @@ def _rollouts(file: Path) -> list[dict[str, Any]]:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run, but for times, and for probes, of which every run attempt begins with two."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "memory/", "probe/"))}
+        for row in rows
+    ]
