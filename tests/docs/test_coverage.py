@@ -101,7 +101,7 @@ def test_what_is_not_there_is_not_there():
     """A component or key that comes in takes its word off the page of what is missing."""
     names = {name for _, name in COMPONENTS}
     assert not names & {"mlflow", "swanlab", "megatron", "mcp", "sandbox", "lora"}
-    assert not {"lora", "adapter", "tensor_parallel", "context_parallel"} & {
+    assert not {"qlora", "quantization", "pipeline_parallel"} & {
         key for kind, name in COMPONENTS if kind == "backends"
         for key in attrs.fields_dict(load_plugins().offers(kind)[name].component.config)
     }  # fmt: skip
