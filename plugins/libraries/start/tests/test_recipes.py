@@ -78,7 +78,7 @@ def test_the_list_has_the_recipes_that_other_plugins_would_bring(site: Path) -> 
     done = CliRunner().invoke(command, [])
     assert done.exit_code == 0
     assert "no installed plugin ships a recipe" in done.output
-    assert "pip install whet-sft: learn-sft" in done.output
+    assert "pip install whet-sft: learn-moe-sft, learn-sft" in done.output
 
 
 def test_the_list_has_the_recipes_of_installed_plugins(kit: Kit) -> None:
