@@ -104,7 +104,8 @@ def test_a_process_that_holds_the_trainer_is_started_again_after_the_last_checkp
     placed = {"colocate": [["backend", "generator"]], "ranks": {}} if shared else {}
     asked = {"questions": [2 * QUESTIONS + 1]} if shared else {"answers": [3 * QUESTIONS]}
     strike = {"victim": "backend-0", "delay_seconds": 0.02, **asked}
-    done = whet("run", striking_run(tmp_path, strike, **placed))
+    # Waited for, the checkpoint of step 2 is there when the process dies in step 3.
+    done = whet("run", striking_run(tmp_path, strike, **placed), "run.save_in_background=false")
     assert done.code == 0, done.errors
     (event,) = events(tmp_path / "run", "run restarted")
     assert (event["rank"], event["left"]) == (0, 2)

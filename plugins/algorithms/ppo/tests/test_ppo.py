@@ -114,4 +114,5 @@ def test_metrics_of_the_critic_have_its_name(run):
     (metrics,) = run().metrics
     assert {"critic/loss", "critic/grad_norm", "critic/lr", "critic/explained_variance", "loss"} <= set(metrics)
     assert (name_of("loss"), name_of("seconds/backend.forward")) == ("critic/loss", "seconds/critic.forward")
+    assert name_of("memory/backend.train") == "memory/critic.train"
     assert {"returns/mean", "values/mean", "advantages/mean", "advantages/std"} <= set(metrics)

@@ -82,6 +82,7 @@ def named(metrics: "Mapping[str, Metric]") -> "dict[str, Metric]":
 
 def name_of(metric: str) -> str:
     """Name a metric of the critic: `critic/loss`, or `seconds/critic.forward` of `seconds/backend.forward`."""
-    if metric.startswith("seconds/"):
-        return f"seconds/{CRITIC}.{metric.rpartition('.')[2]}"
+    kind, _, name = metric.partition("/")
+    if kind in ("seconds", "memory"):
+        return f"{kind}/{CRITIC}.{name.rpartition('.')[2]}"
     return f"{CRITIC}/{metric}"
