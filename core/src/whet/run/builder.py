@@ -235,7 +235,7 @@ def _sinks(
     def log_step(step: int, numbers: Mapping[str, float]) -> None:
         attempt.recovery.finished(step)
         attempt.observers.log(step, numbers)
-        known = {name: number for name, number in numbers.items() if not name.startswith("seconds/")}
+        known = {name: number for name, number in numbers.items() if not name.startswith(("seconds/", "memory/"))}
         position.update(components=components.state(), loggers=attempt.observers.state(), metrics=known)
 
     def save(step: int, carried: Mapping[str, Any], ends: bool) -> None:
