@@ -48,12 +48,17 @@ def saved(number):
         ([opened(0), step(1), step(2), saved(2), step(3), opened(2), step(3), step(4), saved(4)], None),
         ([opened(0), step(1), step(2), opened(2), step(3)], None),
         ([opened(0), step(1), step(2), saved(2), opened(0), step(1)], "resumed after step 0"),
-        ([opened(0), step(1), step(2), opened(1)], "resumed after step 1"),
+        ([opened(0), step(1), step(2), step(3), saved(2), opened(2), step(3)], None),
+        ([opened(0), step(1), step(2), opened(3)], "resumed after step 3"),
         ([opened(0), step(1), step(3)], "step 3 follows step 1"),
-        ([opened(0), step(1), step(2), saved(1)], "saved step 1 after step 2"),
+        ([opened(0), step(1), step(2), saved(3)], "saved step 3 after step 2"),
+        ([opened(0), step(1), step(2), saved(2), step(3), saved(1)], "saved step 1 after step 3"),
     ],
-    ids=["right", "no line of the checkpoint", "checkpoint forgotten", "from nowhere", "a step lost", "wrong save"],
-)
+    ids=[
+        "right", "no line of the checkpoint", "checkpoint forgotten", "saved meanwhile", "from nowhere", "a step lost",
+        "saved too early", "saved backwards",
+    ],
+)  # fmt: skip
 def test_a_journal_that_does_not_add_up_is_found(judge, rows, fault):
     faults = judge.journal_faults(rows)
     assert [f.startswith(fault) for f in faults] == [True] if fault else faults == []
