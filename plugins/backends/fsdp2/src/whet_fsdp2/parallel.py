@@ -44,7 +44,7 @@ class ParallelConfig:
     @property
     def least_ranks(self) -> int:
         """Return the smallest number of ranks with these sizes."""
-        dense = self.tensor * max(self.context, 1) * self.replicate
+        dense = self.tensor * self.context * self.replicate
         return max(dense, self.expert * self.replicate)
 
 
