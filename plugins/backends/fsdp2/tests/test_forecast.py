@@ -58,6 +58,11 @@ def test_few_layers_predict_what_a_trace_of_all_layers_finds(section: dict[str, 
     assert traced(trace, case(ranks, **section)) == pytest.approx(whole, rel=0.02)
 
 
+def test_a_trace_leaves_no_process_group() -> None:
+    trace(case(2))
+    assert not torch.distributed.is_initialized(), "processes forked later would take it for their own"
+
+
 def test_ranks_share_out_weights_and_checkpointing_keeps_fewer_activations() -> None:
     one, two = traced(trace, case()), traced(trace, case(2))
     assert two["idle"] == pytest.approx(one["idle"] / 2, rel=0.02)

@@ -61,8 +61,8 @@ class TestInThisProcess(Contract):
         outputs: list[Any] = []
         generate = worker._engine.llm.generate
 
-        async def seen(*args: Any) -> Any:
-            async for output in generate(*args):
+        async def seen(*args: Any, **options: Any) -> Any:
+            async for output in generate(*args, **options):
                 outputs.append(output)
                 yield output
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from whet_fsdp2.parallel import Grid, ParallelConfig
 from whet_weights.ports import shortage
 
 T = TypeVar("T")
-_MADE: dict[str, Any] = {}
-"""Process groups and meshes of this process, which all roles in it share."""
+_MADE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""Process groups and meshes which all roles in this process share, of each default group: they end with it."""
 
 
 class Ranks:
@@ -69,9 +70,12 @@ class Ranks:
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return what `make` returned for this name in this process, for any role. All ranks must take part."""
-        if name not in _MADE:
-            _MADE[name] = make()
-        found: T = _MADE[name]
+        from torch.distributed import group
+
+        made = _MADE.setdefault(group.WORLD, {})
+        if name not in made:
+            made[name] = make()
+        found: T = made[name]
         return found
 
     @property
@@ -161,8 +165,8 @@ class Ranks:
         if self._joined:
             import torch.distributed as dist
 
+            _MADE.pop(dist.group.WORLD, None)
             dist.destroy_process_group()
-            _MADE.clear()
             self._joined = False
 
 

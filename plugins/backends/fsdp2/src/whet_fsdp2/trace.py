@@ -30,7 +30,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import sharding
 from whet_fsdp2.weights import PolicyWeights
 from whet_memory.case import Case
-from whet_memory.live_bytes import LiveBytes, fake_tensors, join_fake_ranks
+from whet_memory.live_bytes import LiveBytes, fake_ranks, fake_tensors
 from whet_memory.timelines import Timeline
 from whet_ops import logprobs
 
@@ -41,10 +41,13 @@ CPU = torch.device("cpu")
 
 def trace(case: Case) -> dict[str, Timeline]:
     """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`."""
+    with fake_ranks(case.sizes.ranks):  # and their meshes, before tensors are fake
+        return _trace(case)
+
+
+def _trace(case: Case) -> dict[str, Timeline]:
     config = structure(dict(case.settings), Fsdp2Config, None)
     low, size = case.model.dtype == "bfloat16", case.sizes.ranks
-    if size > 1:
-        join_fake_ranks(size)  # and its meshes, before tensors are fake
     ranks = Ranks(WorkerRank("backend", 0, size), config.parallel)
     attention.register()
     root, frozen = _build(case, config, ranks, trained=case.trained), []

@@ -121,12 +121,21 @@ def fake_tensors() -> Iterator[LiveBytes]:
         yield live
 
 
-def join_fake_ranks(size: int) -> None:
-    """Join a process group of `size` ranks as rank 0. The others do not exist: collectives return at once."""
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Be rank 0 of a process group of `size` ranks in this context. The others do not exist: collectives return at once.
+
+    Processes that are forked from this one afterwards must not find such a group.
+    """
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401  # collectives on fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if size == 1:
+        yield
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
