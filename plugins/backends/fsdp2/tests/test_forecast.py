@@ -59,8 +59,10 @@ def test_few_layers_predict_what_a_trace_of_all_layers_finds(section: dict[str, 
 
 
 def test_a_trace_leaves_no_process_group() -> None:
+    import torch.distributed as dist
+
     trace(case(2))
-    assert not torch.distributed.is_initialized(), "processes forked later would take it for their own"
+    assert not dist.is_initialized(), "processes forked later would take it for their own"
 
 
 def test_ranks_share_out_weights_and_checkpointing_keeps_fewer_activations() -> None:

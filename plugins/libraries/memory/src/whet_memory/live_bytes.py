@@ -123,9 +123,9 @@ def fake_tensors() -> Iterator[LiveBytes]:
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Be rank 0 of a process group of `size` ranks in this context. The others do not exist: collectives return at once.
+    """Be rank 0 of a group of `size` ranks in this context. Its collectives return at once: no other rank exists.
 
-    Processes that are forked from this one afterwards must not find such a group.
+    The group ends with the context. Else code that runs later, and processes that are forked, would use it.
     """
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401  # collectives on fake tensors
