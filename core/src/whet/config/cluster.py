@@ -93,8 +93,9 @@ class ClusterSection:
     """Compute threads of each rank of a role. By default the machine's cores are divided among the ranks that work at
     the same time."""
     colocate: list[list[str]] | None = field(default=None, metadata=renamed("share"))
-    """Groups of roles that share their worker processes (and devices) and take turns. By default all roles of one
-    Python environment share, except the generator where `rollout.max_staleness` is above 0."""
+    """Groups of roles that share their devices and take turns. They share their worker processes, too, except roles of
+    different Python environments and, on GPUs, roles whose ranks take different numbers of GPUs. By default all roles
+    of one Python environment share, except the generator where `rollout.max_staleness` is above 0."""
     offload: Literal["auto", "always", "never"] = field(default="auto", metadata=renamed("sleep"))
     """Whether backend and generator release their memory while the other one works: on GPUs to the host, on CPUs to
     files. `auto`: if they share GPUs, `rollout.max_staleness` is 0 and both support it. `always`: wherever they are; a
@@ -102,7 +103,7 @@ class ClusterSection:
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
     """For a cluster that is joined: how the ranks of a role are placed on nodes. `pack`: on as few as possible, the
     default. `spread`: on as many as possible. `one-node`: all on one node, or the run is refused. Roles that share
-    processes have one placement."""
+    devices have one placement."""
     resources: dict[str, dict[str, float]] = field(factory=dict, validator=_AMOUNTS)
     """For a cluster that is joined: the custom resources that each rank of a role takes, e.g. `{generator: {a100: 1}}`
     for nodes that were started with `{"a100": 8}`."""

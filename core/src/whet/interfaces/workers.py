@@ -167,7 +167,7 @@ class WorkerRank:
     threads: int = 1
     """Number of threads for computation."""
     device: str = "cpu"
-    """`cpu` or `cuda:INDEX`."""
+    """`cpu`, `cuda:INDEX`, or `cuda:0,1` for a rank that has several GPUs."""
 
 
 class WorkerGroup(Protocol):

@@ -219,7 +219,7 @@ def _updates(rollout: RolloutSection, workers: str, roles: Roles) -> Iterator[Pr
     if wanted not in (possible := roles.of(GeneratorFacts)["generator"].on_weight_update):
         can, name = ", ".join(possible), roles["generator"].selection.name
         yield Problem("rollout.on_weight_update", f"is {wanted}; of the generator {name} it can be {can}")
-    elif wanted == "continue" and workers == "process" and roles.share("backend", "generator"):
+    elif wanted == "continue" and workers == "process" and "generator" in roles.in_process("backend"):
         yield Problem(
             "rollout.on_weight_update",
             "is continue, but backend and generator take turns in one process, so weights cannot be sent while a "
@@ -257,12 +257,6 @@ def _pythons(cluster: ClusterSection, known: Collection[str]) -> Iterator[Proble
         if role in known:
             words = "inline workers live in the driver, and in its Python"
             yield Problem(f"cluster.python.{role}", f"{words}; remove this, or choose cluster.workers: process")
-    for i, group in enumerate(cluster.colocate or []):
-        found = {role: cluster.python.get(role, "") for role in group}
-        if len(set(found.values())) > 1:
-            each = [f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()]
-            words = f"has roles of different Pythons, which no process can be in at one time: {' and '.join(each)}"
-            yield Problem(f"cluster.colocate.{i}", f"{words}; set them apart, or change cluster.python")
 
 
 def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
@@ -279,4 +273,4 @@ def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
                 yield Problem(where, f"is {amount:g}, wanted a number above 0 of a custom resource; GPUs: cluster.gpus")
     for group in roles.sharing:
         if len({cluster.placement[role] for role in group if role in cluster.placement}) > 1:
-            yield Problem("cluster.placement", f"differs between {' and '.join(group)}, which share their processes")
+            yield Problem("cluster.placement", f"differs between {' and '.join(group)}, which share their devices")

@@ -1,6 +1,8 @@
 """Where roles run, and how weights travel between them: pure, from config and facts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 from attrs import field, frozen
 
@@ -10,6 +12,8 @@ from whet.errors import ConfigError
 from whet.interfaces.weights import STREAMED
 from whet.plan.roles import Roles
 from whet.plugins.launchers import address
+
+T = TypeVar("T")
 
 
 @frozen
@@ -48,7 +52,8 @@ class RolePlan:
     devices: tuple[str, ...]
     """One for each rank."""
     processes: str
-    """Name of the group of processes; roles with equal names share theirs and take turns."""
+    """Name of the group of processes; roles with equal names share theirs and take turns. Roles that share GPUs alone
+    take turns, too."""
     memory: tuple[MemoryTerm, ...] = ()
     """The memory terms of each rank, as far as they are known."""
     python: str = ""
@@ -85,7 +90,12 @@ def plan_role(cluster: ClusterSection, roles: Roles, name: str, machine: Machine
     devices = _devices(first, role.gpus, role.ranks, role.facts.processes)
     component, python = role.selection.name, cluster.python.get(name, "")
     terms = tuple(role.facts.memory(role.ranks, role.trained)) if role.facts.memory else ()
-    return RolePlan(name, component, role.ranks, threads, devices, "+".join(role.group), terms, python)
+    return RolePlan(name, component, role.ranks, threads, devices, "+".join(roles.in_process(name)), terms, python)
+
+
+def gpus_of(device: str) -> list[int]:
+    """Return the GPUs that a device names: of `cuda:2,3` 2 and 3, of `cpu` none."""
+    return [] if device == "cpu" else [int(gpu) for gpu in device.removeprefix("cuda:").split(",")]
 
 
 def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
@@ -102,9 +112,31 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
             yield Problem(f"cluster.gpus.{role.name}", f"is {gpus}, and a rank takes {each}; wanted a multiple of that")
     for group in roles.groups:
         taken = {name: roles[name].facts.processes for name in group if roles[name].gpus}
-        if len(set(taken.values())) > 1:
+        if any(more % less for less, more in pairwise(sorted(taken.values()))):
             listed = ", ".join(f"{name} {each}" for name, each in taken.items())
-            yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
+            words = "wanted numbers of which the smaller divide the larger"
+            yield Problem("cluster.colocate", f"of roles that share GPUs, a rank takes {listed}; {words}")
+
+
+def connected(items: Iterable[tuple[T, Collection[Hashable]]]) -> list[list[T]]:
+    """Return items, each with at least one key, in groups that share keys, directly or through others; in order."""
+    leads = dict[Hashable, Hashable]()
+
+    def first(key: Hashable) -> Hashable:
+        while leads.setdefault(key, key) != key:
+            key = leads[key]
+        return key
+
+    heads = list[tuple[T, Hashable]]()
+    for item, keys in items:
+        head, *others = keys
+        heads.append((item, head))
+        for other in others:
+            leads[first(other)] = first(head)
+    groups = dict[Hashable, list[T]]()
+    for item, head in heads:
+        groups.setdefault(first(head), []).append(item)
+    return list(groups.values())
 
 
 def adapter_of(content: str, roles: Roles, name: str, transport: str) -> tuple[AdapterInfo | None, str]:
@@ -132,10 +164,10 @@ def adapter_of(content: str, roles: Roles, name: str, transport: str) -> tuple[A
 def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", content: str = "auto") -> Way:
     """Choose how weights travel to a generator. Raises `ConfigError`."""
     backend, generator, inline = roles["backend"], roles[name], cluster.workers == "inline"
-    together = inline or roles.share("backend", name)
-    ranks = (backend.ranks, generator.ranks)
+    together = inline or name in backend.group
+    ranks, receivers = (backend.ranks, generator.ranks), generator.ranks * generator.facts.processes
     # Of several ranks one sends, and reaches by reference only who shares its own process.
-    same_process = together and set(ranks) == {1}
+    same_process = (inline or name in roles.in_process("backend")) and set(ranks) == {1}
     one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
@@ -145,7 +177,7 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
         generator.facts.transports,
         same_process=same_process,
         same_host=same_host,
-        same_gpu=all(gpus) and len({*gpus, *ranks}) == 1 and together and not inline,
+        same_gpu=all(gpus) and len({*gpus, backend.ranks, receivers}) == 1 and together and not inline,
         own_gpus=all(gpus) and not together,
         wanted=cluster.transport,
         together=together,
@@ -162,7 +194,6 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
     if transport not in STREAMED:
         return Way(transport, reason, adapter=adapter)
-    receivers = generator.ranks * generator.facts.processes
     return Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, backend.ranks)
 
 
@@ -180,7 +211,7 @@ def choose_transport(
     """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
 
     `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
-    `own_gpus`: each has its own; `together`: they share processes. `wanted` is what the config insists on. Raises
+    `own_gpus`: each has its own; `together`: they share processes or GPUs. `wanted` is what the config insists on. Raises
     `ConfigError` saying why none fits.
     """
     reachable = {

@@ -130,7 +130,7 @@ def make_plan(
             problems.append(Problem("cluster.transport" if config.cluster.transport else role.path, str(error)))
     way = ways.pop("generator", None)
     if config.generator is not None:
-        if staleness and (inline or roles.share("backend", "generator")):
+        if staleness and (inline or "generator" in roles.in_process("backend")):
             words = "backend and generator share their processes; cluster.colocate: [] sets them apart"
             why = "cluster.workers: inline keeps all in this process" if inline else words
             notes.append(f"generation does not overlap training: {why}")

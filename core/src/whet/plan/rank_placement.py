@@ -1,14 +1,15 @@
 """On which machine, and on which of its GPUs, each rank lives: pure, from the roles of a plan and the machines."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from attrs import define, field, frozen
 
 from whet.component import Problem
 from whet.config.cluster import ClusterSection
-from whet.plan.placement import Machine, RolePlan, joins
+from whet.plan.placement import Machine, RolePlan, connected, gpus_of, joins
 from whet.plan.roles import Roles
 
 _NO_MACHINE: Final = -1
@@ -33,9 +34,9 @@ def place_ranks(
     if gpu_problems(cluster, table, roles, machine) or (joins(cluster) and not machine.given):
         return []
     if joins(cluster):
-        return _spread_out(cluster, roles, machine)[0]
+        return _spread_out(cluster, table, roles, machine)[0]
     return [
-        RankPlacement(role, rank, 0, tuple(_indices(device)))
+        RankPlacement(role, rank, 0, tuple(gpus_of(device)))
         for role in roles
         for rank, device in enumerate(role.devices)
     ]
@@ -54,32 +55,34 @@ def gpu_problems(cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan
     if wanted > there:
         verb = "have" if len(nodes) > 1 else "has"
         return [Problem("cluster.gpus", f"asks for {wanted} GPUs; {who} {verb} {there}")]
-    unplaced = _spread_out(cluster, roles, machine)[1] if joins(cluster) else []
+    unplaced = _spread_out(cluster, table, roles, machine)[1] if joins(cluster) else []
     return [
         Problem("cluster", f"no machine of {who} has room left for {one}; change gpus, threads, resources or placement")
         for one in unplaced[:1]
     ]
 
 
-def _indices(device: str) -> Iterable[int]:
-    return map(int, device.removeprefix("cuda:").split(",")) if device != "cpu" else ()
+_Rank = tuple[RolePlan, int]
 
 
 @frozen
 class _Bundle:
-    """The cores, GPUs and resources that one process takes."""
+    """The cores, GPUs and resources of one process, or of all processes that share GPUs."""
 
-    roles: tuple[RolePlan, ...]
-    rank: int
-    gpus: int
+    ranks: tuple[_Rank, ...]
+    gpus: tuple[int, ...]
+    """The GPUs as the roles' devices name them."""
     cores: int
     resources: Mapping[str, float]
 
     def __str__(self) -> str:
-        listed = [f"{self.cores} cores", f"{self.gpus} GPUs" * bool(self.gpus)]
+        listed = [f"{self.cores} cores", f"{len(self.gpus)} GPUs" * bool(self.gpus)]
         listed += [f"{amount:g} {name}" for name, amount in self.resources.items()]
-        names = " and ".join(role.role for role in self.roles)
-        return f"rank {self.rank} of {names} ({', '.join(filter(None, listed))})"
+        found: dict[str, list[str]] = {}
+        for role, rank in self.ranks:
+            found.setdefault(role.role, []).append(str(rank))
+        names = " and ".join(f"rank {', '.join(ranks)} of {role}" for role, ranks in found.items())
+        return f"{names} ({', '.join(filter(None, listed))})"
 
 
 @define
@@ -94,26 +97,28 @@ class _Free:
 
     def holds(self, bundle: _Bundle) -> bool:
         there = all(self.resources.get(name, 0) >= amount for name, amount in bundle.resources.items())
-        return there and len(self.gpus) >= bundle.gpus and self.cores >= bundle.cores
+        return there and len(self.gpus) >= len(bundle.gpus) and self.cores >= bundle.cores
 
-    def take(self, bundle: _Bundle, group: str) -> tuple[int, ...]:
+    def take(self, bundle: _Bundle, group: str) -> dict[int, int]:
+        """Give a bundle what it takes. Returns the GPU here for each GPU that its devices name."""
         self.cores -= bundle.cores
         self.guests[group] = self.guests.get(group, 0) + 1
         for name, amount in bundle.resources.items():
             self.resources[name] -= amount
-        taken, self.gpus = self.gpus[: bundle.gpus], self.gpus[bundle.gpus :]
-        return tuple(taken)
+        taken, self.gpus = self.gpus[: len(bundle.gpus)], self.gpus[len(bundle.gpus) :]
+        return dict(zip(bundle.gpus, taken, strict=True))
 
 
 def _spread_out(
-    cluster: ClusterSection, roles: Sequence[RolePlan], machine: Machine
+    cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], machine: Machine
 ) -> tuple[list[RankPlacement], list[str]]:
     """Place processes on machines about as a launcher does. The second list names processes without a machine."""
     free = [_Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes]
     found, unplaced = list[RankPlacement](), list[str]()
-    for group in dict.fromkeys(role.processes for role in roles):
-        bundles = _bundles(cluster, [role for role in roles if role.processes == group])
-        placement = next((word for r in bundles[0].roles if (word := cluster.placement.get(r.role))), "pack")
+    for names in table.groups:
+        group = "+".join(names)
+        bundles = _bundles(cluster, [role for role in roles if role.role in names])
+        placement = next((word for name in names if (word := cluster.placement.get(name))), "pack")
         only = _one_for_all(free, bundles) if placement == "one-node" else None
         for bundle in bundles:
             node = only if only is not None else _choose(free, bundle, group, placement)
@@ -121,21 +126,29 @@ def _spread_out(
                 unplaced.append(str(bundle))
                 continue
             gpus = free[node].take(bundle, group)
-            found += [
-                RankPlacement(role, bundle.rank, node, gpus if role.devices[bundle.rank] != "cpu" else ())
-                for role in bundle.roles
-            ]
+            for role, rank in bundle.ranks:
+                found.append(RankPlacement(role, rank, node, tuple(gpus[gpu] for gpu in gpus_of(role.devices[rank]))))
     return found, unplaced
 
 
 def _bundles(cluster: ClusterSection, sharing: Sequence[RolePlan]) -> list[_Bundle]:
-    made = []
-    for rank in range(max(role.ranks for role in sharing)):
-        here = tuple(role for role in sharing if role.ranks > rank)
-        resources = {name: n for role in here for name, n in cluster.resources.get(role.role, {}).items()}
-        gpus = max(len(list(_indices(role.devices[rank]))) for role in here)
-        made.append(_Bundle(here, rank, gpus, max(role.threads for role in here), resources))
-    return made
+    """Return what must be on one machine together: a process, or all processes that share GPUs."""
+    living = [
+        ((role, rank), ((role.processes, rank), *gpus_of(device)))
+        for role in sharing for rank, device in enumerate(role.devices)
+    ]  # fmt: skip
+    return [_bundle(cluster, ranks) for ranks in connected(living)]
+
+
+def _bundle(cluster: ClusterSection, ranks: Sequence[_Rank]) -> _Bundle:
+    """Add up what the ranks of a role take; the largest counts, for roles that share take turns."""
+    count = Counter(role.role for role, _ in ranks)
+    resources: dict[str, float] = {}
+    for name, number in count.items():
+        for resource, amount in cluster.resources.get(name, {}).items():
+            resources[resource] = max(resources.get(resource, 0), number * amount)
+    gpus = sorted({gpu for role, rank in ranks for gpu in gpus_of(role.devices[rank])})
+    return _Bundle(tuple(ranks), tuple(gpus), max(role.threads * count[role.role] for role, _ in ranks), resources)
 
 
 def _choose(free: Sequence[_Free], bundle: _Bundle, group: str, placement: str) -> int:
@@ -152,10 +165,8 @@ def _choose(free: Sequence[_Free], bundle: _Bundle, group: str, placement: str) 
 
 def _one_for_all(free: Sequence[_Free], bundles: Sequence[_Bundle]) -> int:
     """Return the machine that can hold all processes of a group."""
-    roles = bundles[0].roles
-    sums: dict[str, float] = {}
+    sums = Counter[str]()
     for bundle in bundles:
-        for name, amount in bundle.resources.items():
-            sums[name] = sums.get(name, 0) + amount
-    whole = _Bundle(roles, 0, sum(b.gpus for b in bundles), sum(b.cores for b in bundles), sums)
-    return _choose(free, whole, "", "pack")
+        sums.update(bundle.resources)  # type: ignore[arg-type]  # amounts may be fractions
+    gpus = tuple(gpu for bundle in bundles for gpu in bundle.gpus)
+    return _choose(free, _Bundle((), gpus, sum(bundle.cores for bundle in bundles), sums), "", "pack")

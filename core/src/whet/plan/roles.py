@@ -43,7 +43,9 @@ class Role:
     trained: bool
     """Whether it is trained: the backend is, and further models that a component wants trained."""
     group: tuple[str, ...]
-    """Names of the roles that share its processes, this one included."""
+    """Names of the roles that share its devices and take turns, this one included."""
+    process: tuple[int, str]
+    """The GPUs of each rank (on a CPU: 1), and the Python. Roles of one group share processes if these are equal."""
     sync_every: int = 0
     """Steps from one weight sync to the next; 0: its weights do not change."""
 
@@ -63,7 +65,7 @@ class Roles:
     needs: Mapping[str, RoleNeed]
     """The needs of each further model, whether there is such a role or not."""
     sharing: tuple[tuple[str, ...], ...]
-    """Groups of roles that are to share processes, the default filled in."""
+    """Groups of roles that are to share devices, the default filled in."""
     known: tuple[str, ...]
     """Names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
     selections: Mapping[str, Selection] = field(factory=dict)
@@ -101,7 +103,7 @@ class Roles:
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return the roles of each group of processes, in order of its first; a role alone is a group, too."""
+        """Return the roles of each group of devices, in order of its first; a role alone is a group, too."""
         return tuple(dict.fromkeys(role.group for role in self))
 
     def asked_by(self, section: str) -> list[str]:
@@ -109,9 +111,10 @@ class Roles:
         asking = [found for path, found in self.of(EnvironmentFacts).items() if path.startswith(section)]
         return list(dict.fromkeys(name for found in asking for name in found.roles))
 
-    def share(self, one: str, other: str) -> bool:
-        """Return whether two roles share their processes."""
-        return any(one in group and other in group for group in self.sharing)
+    def in_process(self, name: str) -> tuple[str, ...]:
+        """Return the roles that share the processes of a role, this one included."""
+        role = self[name]
+        return tuple(other for other in role.group if self[other].process == role.process)
 
 
 def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
@@ -150,7 +153,8 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
         shared = next((group for group in sharing if name in group), (name,))
         group = tuple(role for role in shared if role in names)
         every = config.roles[name].sync_every if name in config.roles else int(name == "generator")
-        roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group, every)
+        process = (found.processes if gpus else 1, cluster.python.get(name, ""))
+        roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group, process, every)
     known = tuple(dict.fromkeys(["backend", "generator", *config.roles]))
     return Roles(facts, roles, needs, sharing, known, dict(selections(config)))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from whet.plan.placement import RolePlan
+from whet.plan.placement import RolePlan, connected, gpus_of
 from whet.plan.roles import Roles
 from whet.plugins.launchers import LOCAL, launching
 from whet.runtime.interpreters import located
@@ -42,8 +42,8 @@ def make_worker_groups(
 
         at = {place.role: place for place in places}
         return WorkerGroups(lambda role: InlineWorkerGroup(role, threads=at[role].threads, device=at[role].devices[0]))
-    shared = [[role for role in group if role in {place.role for place in places}] for group in roles.groups]
-    groups = [group for group in shared if group]
+    shared = dict.fromkeys(place.processes for place in places)
+    groups = [[place.role for place in places if place.processes == name] for name in shared]
     python = {role: str(located(named)) for role, named in section.python.items()}
     if section.launcher == LOCAL:
         from whet.runtime.local import LocalCluster
@@ -61,17 +61,10 @@ def make_worker_groups(
 
 def build_groups(places: Iterable[RolePlan]) -> list[list[str]]:
     """Group roles by what they share, directly or through others; in the order of the first of each group."""
-    found: list[tuple[list[str], set[str]]] = []
-    for place in places:
-        gpus = {gpu for device in place.devices if device != "cpu" for gpu in device.partition(":")[2].split(",")}
-        held = {f"process {place.processes}", *(f"GPU {gpu}" for gpu in gpus)}
-        meeting = [group for group in found if group[1] & held]
-        joined = [role for roles, _ in meeting for role in roles] + [place.role]
-        merged = joined, held.union(*(things for _, things in meeting))
-        at = found.index(meeting[0]) if meeting else len(found)
-        found = [group for group in found if group not in meeting]
-        found.insert(at, merged)
-    return [roles for roles, _ in found]
+    return connected(
+        (place.role, (place.processes, *(gpu for device in place.devices for gpu in gpus_of(device))))
+        for place in places
+    )
 
 
 def start_roles(

@@ -30,7 +30,7 @@ class Host:
     threads: int
     """Number of compute threads: the largest of its roles."""
     gpus: tuple[str, ...]
-    """Indices of the GPUs, which all its roles use; empty: it uses no GPU."""
+    """Indices of the GPUs, which all its roles use; empty: it uses no GPU. Other processes may have the same GPUs."""
     python: str = ""
     """Path of the interpreter of all its roles; empty: the driver's interpreter, or its launcher's."""
 
@@ -106,9 +106,10 @@ class Launcher(Protocol):
     """Starts the processes of a cluster."""
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> HostProcess:
-        """Return a process that is not started yet. `group` has all processes of its roles, this one included.
+        """Return a process that is not started yet.
 
-        The output of the process must go to `log`.
+        `group` has all processes of its roles and of those that share GPUs with them, this one included. The output of
+        the process must go to `log`.
         """
         ...
 

@@ -208,11 +208,19 @@ class Cluster:
         )
 
     def _group(self, name: str) -> list[Host]:
+        """Return the processes of the roles of one process, and of all roles that share its GPUs."""
         first = name.rpartition("-")[0]
         if first not in self._groups:  # kept, because a list made for each process is quadratic in their number
-            parts = [part for part in self._worker_groups.values() if part.role in self._sharing(first)]
-            names = max((part.host_groups for part in parts), key=len, default=(name,))
-            self._groups[first] = [self._host(name) for name in names]
+            names: dict[str, tuple[str, ...]] = {}
+            for part in self._worker_groups.values():
+                lead = self._sharing(part.role)[0]
+                names[lead] = max(names.get(lead, ()), part.host_groups, key=len)
+            hosts = {lead: [self._host(one) for one in found] for lead, found in names.items()}
+            gpus = {gpu for host in hosts.get(first, ()) for gpu in host.gpus}
+            self._groups[first] = [
+                host for lead, found in hosts.items() for host in found
+                if lead == first or any(gpus & {*other.gpus} for other in found)
+            ]  # fmt: skip
         return self._groups[first]
 
     def _log_file(self, name: str) -> Path:
@@ -250,7 +258,7 @@ class ProcessWorkerGroup:
         try:
             rendezvous = self._rendezvous(slot, workers) if self.size > 1 else ""
             places = [
-                WorkerRank(self.role, rank, self.size, rendezvous, self.threads, "cpu" if device == "cpu" else "cuda:0")
+                WorkerRank(self.role, rank, self.size, rendezvous, self.threads, _within(device))
                 for rank, device in enumerate(self.devices)
             ]
             workers.build([{**building, "rank": place} for place in places])
@@ -264,3 +272,8 @@ class ProcessWorkerGroup:
             return self.cluster.launcher.rendezvous(self.role, slot, workers.processes)
         except WhetError as error:
             raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error
+
+
+def _within(device: str) -> str:
+    """Return a device as a process names it that sees its own GPUs alone: `cuda:2,3` as `cuda:0,1`."""
+    return device if device == "cpu" else f"cuda:{','.join(map(str, range(device.count(',') + 1)))}"

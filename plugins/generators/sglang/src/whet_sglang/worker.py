@@ -24,6 +24,7 @@ from whet.runtime.local import LocalCluster
 from whet.runtime.watchdog import watchdog
 from whet.runtime.worker_process import give_up
 from whet_generation.engine_log import causes, errors, points_elsewhere
+from whet_generation.external_engine import visible_gpus
 from whet_sglang.arguments import ENGINE, SWITCH
 
 Outcome = Completion | tuple[str, str]
@@ -62,7 +63,7 @@ class Worker:
         self._leavings: list[str] = []
         self._temporary = tempfile.mkdtemp(prefix="whet-")  # short, as names of sockets must be
         watchdog().guard("folder", self._temporary)
-        environment = {**_environment(self._on_gpu), "TMPDIR": self._temporary}
+        environment = {**_environment(self._on_gpu), **visible_gpus(rank.device), "TMPDIR": self._temporary}
         self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=environment)
         try:
             chosen = dict(arguments["cuda" if self._on_gpu else "cpu"])
@@ -151,5 +152,5 @@ class Worker:
 def _environment(on_gpu: bool) -> dict[str, str]:
     """Return the engine's environment variables. Variables that are set already keep their values."""
     found = {**ENVIRONMENT, **({} if on_gpu else {"SGLANG_USE_CPU_ENGINE": "1"})}
-    kept = {name: os.environ[name] for name in (*found, "CUDA_VISIBLE_DEVICES") if name in os.environ}
+    kept = {name: os.environ[name] for name in found if name in os.environ}
     return {**found, **kept}

@@ -10,6 +10,7 @@ from whet.errors import WhetError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.watchdog import FAMILY, watchdog
 from whet_generation.engine_log import causes, points_elsewhere
+from whet_generation.external_engine import visible_gpus
 from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
 from whet_vllm.log_capture import captured_stderr, end_capture, logging_config
@@ -48,7 +49,8 @@ class Engine:
                 if rank.device == "cpu":
                     raise WhetError(_NO_EXPERTS)
                 plain["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts
-            with environment({**QUIET, **plain, **os.environ, "VLLM_LOGGING_CONFIG_PATH": str(logging)}):
+            chosen = {**visible_gpus(rank.device), "VLLM_LOGGING_CONFIG_PATH": str(logging)}
+            with environment({**QUIET, **plain, **os.environ, **chosen}):
                 self.llm = self._start(dict(arguments))
             self._guards = self._guards.pop_all()
         note(self._shared)

@@ -34,6 +34,7 @@ from whet_ray.line import RayLine
 from whet_ray.node_agent import versions
 from whet_ray.places import Bundle, Names, Places
 from whet_ray.session import RaySession
+from whet_ray.shared_gpus import SharedGpus
 
 _LOOPBACK: Final = "127.0.0.1"
 _PATIENCE_FOR_A_CAUSE: Final = 2.5
@@ -231,7 +232,8 @@ class RayProcess:
         while True:
             self._agent = self._bundle.start(names.of_process(self._host), names.namespace)
             try:
-                found = self._answer_of(self._agent.start.remote(self._order()), deadline)
+                gpus = self._visible_gpus(self._bundle.shared, deadline)
+                found = self._answer_of(self._agent.start.remote(self._order(gpus)), deadline)
                 break
             except _NeverRan:  # its node was just lost, and Ray has not moved the bundle to another node yet
                 time.sleep(_STEP_SECONDS)
@@ -242,27 +244,35 @@ class RayProcess:
         if self._killed.is_set():
             self._tell("kill")
 
-    def _order(self) -> dict[str, Any]:
+    def _visible_gpus(self, shared: SharedGpus | None, deadline: float) -> str | None:
+        """Return the GPUs that the process is to see. None: those that Ray assigns to its agent."""
+        if not self._host.gpus:
+            return ""
+        return None if shared is None else shared.visible(self._host, self._answer_of(shared.assigned(), deadline))
+
+    def _order(self, gpus: str | None) -> dict[str, Any]:
         return {
             "process": self._host.name,
             "versions": versions(),
             "threads": self._host.threads,
-            "gpu": bool(self._host.gpus),
+            "gpus": gpus,
             "one_machine": self._launcher.session.local,
             "python": self._host.python,
             "environment": self._launcher.environment,
         }
 
-    def _answer_of(self, reference: Any, deadline: float) -> dict[str, Any]:
-        """Wait for the agent's answer and return it. Raises `WhetError` with Ray's reason if no answer comes."""
+    def _answer_of(self, reference: Any, deadline: float) -> Any:
+        """Wait for the answer of an actor in the bundle and return it.
+
+        Raises `WhetError` with Ray's reason if no answer comes.
+        """
         import ray
 
         assert self._bundle is not None
         placed = time.monotonic()
         while True:
             try:
-                answer: dict[str, Any] = ray.get(reference, timeout=_STEP_SECONDS)
-                return answer
+                return ray.get(reference, timeout=_STEP_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 if self._killed.is_set():
                     raise WhetError("its process was closed while it started") from None

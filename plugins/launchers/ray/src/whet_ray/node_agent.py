@@ -242,7 +242,7 @@ class NodeAgent:
 def _environment(order: Mapping[str, Any]) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name not in OURS}
     own = on_loopback(own) if order["one_machine"] else own
-    gpus = own.get("CUDA_VISIBLE_DEVICES", "") if order["gpu"] else ""
+    gpus = own.get("CUDA_VISIBLE_DEVICES", "") if order["gpus"] is None else order["gpus"]
     node = {} if order["one_machine"] else {NODE: import_module("ray").get_runtime_context().get_node_id()}
     return {**worker_environment(own, order["threads"], gpus), **order["environment"], **node}
 

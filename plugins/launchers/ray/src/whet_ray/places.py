@@ -1,4 +1,7 @@
-"""Where Ray places processes: each group of roles gets a placement group, and each process gets a bundle in it."""
+"""Where Ray places processes: each group of roles gets a placement group, and each process gets a bundle in it.
+
+Processes that share GPUs are in one bundle, so on one node.
+"""
 
 import math
 import secrets
@@ -13,9 +16,11 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.errors import ClusterGone, WhetError
+from whet.plan.placement import connected
 from whet.runtime.hosts import Host
 from whet_ray.node_agent import CONTROL_THREADS, THREADS, NodeAgent
 from whet_ray.session import PROCESS, Node, RaySession
+from whet_ray.shared_gpus import SharedGpus, hold
 
 STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
 """Ray's placement strategy for each value of `cluster.placement`."""
@@ -60,20 +65,20 @@ class Names:
 
 @frozen(eq=False)
 class Bundle:
-    """The place of one process in a placement group that exists already."""
+    """The place of one process, or of several that share GPUs, in a placement group that exists already."""
 
     group: Any
     index: int
     resources: Mapping[str, float]
     session: RaySession
+    shared: SharedGpus | None = None
+    """None: one process has the bundle for itself."""
 
     def start(self, name: str, namespace: str) -> Any:
-        """Start a node agent in this bundle, with all resources of the bundle, and return it."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        rest = dict(self.resources)
+        """Start a node agent in this bundle, with all resources of the bundle if it is alone there, and return it."""
+        rest = dict(self.resources) if self.shared is None else {}
         cpus, gpus = rest.pop("CPU", 0), rest.pop("GPU", 0)
-        strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
+        strategy = _strategy(self.group, self.index)
         ray: Any = import_module("ray")
         return (
             ray.remote(concurrency_groups={"control": CONTROL_THREADS})(NodeAgent)
@@ -132,7 +137,7 @@ class Places:
             if stopped.is_set():
                 raise WhetError("its process was closed while it waited for a place")
             with self._lock:
-                together = [other for other in self._bundles.values() if other.group is bundle.group]
+                together = [one for one in dict.fromkeys(self._bundles.values()) if one.group is bundle.group]
             self.refuse_hopeless(together, began, deadline)
         return bundle
 
@@ -200,14 +205,29 @@ class Places:
     def _claim(self, hosts: Sequence[Host]) -> None:
         from ray.util import placement_group
 
-        wanted = [self._wanted(host) for host in hosts]
-        word = next((self._placement[role] for role in hosts[0].roles if role in self._placement), "pack")
-        group = placement_group(wanted, strategy=STRATEGIES[word], name=self._names.of_group(hosts[0]))
+        places = connected((host, (host.name, *host.gpus)) for host in hosts)
+        wanted = [self._wanted(place) for place in places]
+        roles = [role for host in hosts for role in host.roles]
+        word, name = next((self._placement[role] for role in roles if role in self._placement), "pack"), self._names
+        group = placement_group(wanted, strategy=STRATEGIES[word], name=name.of_group(hosts[0]))
         self._groups.append(group)
-        for index, host in enumerate(hosts):
-            self._bundles[host.name] = Bundle(group, index, wanted[index], self._session)
+        for index, place in enumerate(places):
+            strategy, holder = _strategy(group, index), f"{name.of_group(hosts[0])}:gpus-{index}"
+            shared = hold(place, strategy, holder, name.namespace) if len(place) > 1 else None
+            bundle = Bundle(group, index, wanted[index], self._session, shared)
+            self._bundles |= dict.fromkeys((host.name for host in place), bundle)
 
-    def _wanted(self, host: Host) -> dict[str, float]:
+    def _wanted(self, place: Sequence[Host]) -> dict[str, float]:
+        """Return what processes that share GPUs take: the most that those of one group of roles take together."""
+        found: dict[str, float] = {}
+        for roles in dict.fromkeys(host.roles for host in place):
+            own = [self._wanted_by(host) for host in place if host.roles == roles]
+            for name in own[0]:
+                found[name] = max(found.get(name, 0), sum(each[name] for each in own))
+        gpus = {gpu for host in place for gpu in host.gpus}
+        return {**found, "GPU": len(gpus)} if gpus else found
+
+    def _wanted_by(self, host: Host) -> dict[str, float]:
         own: dict[str, float] = {PROCESS: 1} if self._session.local else {"CPU": host.threads}
         asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
         return {**own, **({"GPU": len(host.gpus)} if host.gpus else {}), **asked}
@@ -229,6 +249,13 @@ class Places:
             f"Ray has not placed it within {seconds:.0f} s: asked for {asked}, and the cluster has {found}: {why}; "
             "change cluster.threads, gpus, resources or placement, or add nodes"
         )
+
+
+def _strategy(group: Any, index: int) -> Any:
+    """Return Ray's scheduling strategy for an actor in a bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(group, index)
 
 
 def _holds(node: Node, bundle: Mapping[str, float]) -> bool:

@@ -6,6 +6,7 @@ Nothing of an engine is imported here. Its arguments are read from its source.
 import ast
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from whet.component import GeneratorFacts, MemoryTerm, Package, Problem
 from whet.config.messages import nearest, path_segment
 from whet.data.model_info import ModelInfo
 from whet.errors import WhetError
+from whet.plan.placement import gpus_of
 from whet_generation.routed_experts import routed_experts
 
 if TYPE_CHECKING:
@@ -126,6 +128,19 @@ class ForeignEngine:
             packages=(self.package,),
             columns_given=routed_experts(model),
         )
+
+
+def visible_gpus(device: str) -> dict[str, str]:
+    """Return `CUDA_VISIBLE_DEVICES` for the processes of an engine that has a device of this process.
+
+    `device` counts the GPUs that this process sees, e.g. `cuda:0,1`. Empty for a CPU. An engine numbers its processes
+    from its first visible GPU on.
+    """
+    if device == "cpu":
+        return {}
+    visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ""), gpus_of(device)
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(max(gpus) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
 
 
 def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
