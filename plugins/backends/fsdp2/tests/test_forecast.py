@@ -72,6 +72,16 @@ def test_ranks_share_out_weights_and_checkpointing_keeps_fewer_activations() -> 
     assert less["backward"] < 0.7 * traced(trace, case(tokens=4096))["backward"]
 
 
+@pytest.mark.parametrize("config", [SHAPE, MOE])
+def test_selective_checkpointing_keeps_less_than_none_and_more_than_full(config: dict[str, Any]) -> None:
+    kinds = (False, "selective", True)
+    none, some, least = (
+        traced(trace, case(config=config, tokens=4096, gradient_checkpointing=kind))["backward"] for kind in kinds
+    )
+    assert least < 0.95 * some
+    assert some < 0.85 * none
+
+
 def test_a_frozen_model_holds_its_weights_alone() -> None:
     frozen = attrs.evolve(case(), trained=False)
     found = traced(trace, frozen)
@@ -79,7 +89,7 @@ def test_a_frozen_model_holds_its_weights_alone() -> None:
     assert set(found) == {"score", "idle"}
 
 
-@pytest.mark.parametrize("section", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("section", [{"gradient_checkpointing": kind} for kind in (False, "selective", True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_formulas_come_near_a_trace(section: dict[str, Any], dtype: str) -> None:
     one = case(dtype=dtype, tokens=4096, **section)

@@ -141,7 +141,11 @@ def test_three_steps_in_bfloat16_stay_near_float32(build, reference, make_batch,
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "context 2", "tensor 2 x fsdp 2"])
-@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}, {"reshard_after_forward": False}],
+    ids=str,
+)
 def test_options_hold_in_every_layout(build, reference, make_batch, layout, options):
     found = trained(build("qwen3", layout, micro_batch_tokens=40, **options), [make_batch(seed) for seed in SEEDS])
     np.testing.assert_allclose(found, reference("qwen3"), rtol=1e-4)

@@ -180,8 +180,9 @@ class Fsdp2Config:
     else `padded`; the backend tests this when it loads the model."""
     logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
     """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """`true`: keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower.
+    `selective`: keep results of matrix products and of attention too, and recompute what is cheap: between the two."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
     lora: LoraConfig | None = None

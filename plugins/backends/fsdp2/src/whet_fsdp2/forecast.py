@@ -4,7 +4,8 @@ The formulas serve where a trace is not worth its seconds, or not possible. They
 size H, feed-forward size I, bytes b of a number in the forward pass (fitted to traces of Qwen2, Qwen3 and Llama):
 
     without checkpointing   2 b (4 I + 11 H) / 2 ...... kept from the forward pass to the backward pass
-    with checkpointing      b H                         and the whole of one layer, twice: values and gradients
+    selective               b (2 I + 6 H)               and the whole of one layer, twice: values and gradients
+    with checkpointing      b H                         the same
 """
 
 from whet.component import MemoryTerm
@@ -55,7 +56,9 @@ def activations(case: Case, config: Fsdp2Config) -> int:
     layers, number = _count(case.model, "num_hidden_layers"), 2 if case.model.dtype == "bfloat16" else 4
     if not config.gradient_checkpointing:
         return layers * _layer(case, kept=True)
-    return layers * number * case.tokens * _count(case.model, "hidden_size") + 2 * _layer(case, kept=True)
+    hidden = _count(case.model, "hidden_size")
+    per_token = 2 * _mlp_size(case.model) + 6 * hidden if config.gradient_checkpointing == "selective" else hidden
+    return layers * number * case.tokens * per_token + 2 * _layer(case, kept=True)
 
 
 def _layer(case: Case, kept: bool) -> int:
@@ -85,6 +88,8 @@ def savings(case: Case) -> tuple[Saving, ...]:
     if case.trained and not config.reshard_after_forward and case.sizes.shards > 1:
         found.append(Saving("reshard_after_forward", True, "each layer is gathered once more"))
     if case.trained and not config.gradient_checkpointing:
+        found.append(Saving("gradient_checkpointing", "selective", "norms and activations are computed again"))
+    if case.trained and config.gradient_checkpointing is not True:
         found.append(Saving("gradient_checkpointing", True, "a third more time of each training step"))
     least = max(512, case.longest if case.longest < case.tokens else 0)
     if (half := config.micro_batch_tokens // 2) >= least:

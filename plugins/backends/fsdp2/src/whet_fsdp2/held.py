@@ -21,11 +21,12 @@ from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import adapter_files, attention, checkpoint, saving
+from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.layout import Layout
-from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
+from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
@@ -130,7 +131,7 @@ class HeldModels:
             self._base = adapter_files.base_digest(Path(info.path))
         root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
         if trained and config.gradient_checkpointing:
-            enable_checkpointing(model)
+            enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)
         if not trained:

@@ -102,16 +102,6 @@ def quiet() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Turn gradient checkpointing on. There is no dropout, so no random state has to be kept."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False, "preserve_rng_state": False})
-    except ValueError as error:
-        raise ConfigError(f"backend.gradient_checkpointing: {error}") from error
-    model.train()
-
-
 def _refuse_incomplete(path: str, report: Any) -> None:
     for kind, words in (
         ("missing_keys", "lack"),

@@ -18,10 +18,10 @@ from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, norms
+from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.layout import Layout
-from whet_fsdp2.loading import enable_checkpointing
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.portable import attend_rows
@@ -151,7 +151,7 @@ def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyR
     if config.layout != "padded":
         _use_packed(model, config.layout, case.device == "gpu")
     if trained and config.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, config.gradient_checkpointing)
     if not trained:
         model.requires_grad_(False)
     return root
