@@ -57,6 +57,33 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """Give the folder of a mixture of experts whose class keeps routers in float32.
+
+    The router's rows of three experts differ by less than a bfloat16 can hold, and two of them are chosen.
+    """
+    from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
+
+    folder = make_model(tmp_path_factory.mktemp("ernie"), tiny_tokenizer)
+    config = Ernie4_5_MoeConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+        moe_num_experts=6, moe_k=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        moe_layer_start_index=0, moe_num_shared_experts=1, max_position_embeddings=64, initializer_range=0.15,
+    )  # fmt: skip
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.mlp.gate.weight
+            rows.copy_(rows.bfloat16())
+            for more in (1, 2):
+                rows[more::3] = rows[::3] * (1 + more * 2**-10)
+    model.save_pretrained(folder)
+    return folder
+
+
 def _stir(path: Path) -> None:
     """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
     from safetensors.torch import load_file, save_file

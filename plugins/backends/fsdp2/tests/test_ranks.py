@@ -265,6 +265,41 @@ def test_two_ranks_in_bfloat16_stay_near_one(backends, make_batch):
         assert found == pytest.approx(expected, rel=2e-2)
 
 
+def test_two_ranks_route_in_float32_where_the_model_does(backends, ernie, make_batch):
+    from transformers import AutoModelForCausalLM
+
+    one, two = backends(dtype="bfloat16", folder=ernie, reference=True)
+    batch, plain = make_batch(), AutoModelForCausalLM.from_pretrained(ernie, dtype=torch.bfloat16)
+    assert plain.model.layers[0].mlp.gate.weight.dtype == torch.float32
+    expected, rounded = by_sequence(plain, batch), plain
+    for layer in rounded.model.layers:
+        layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.bfloat16().float()
+    other = by_sequence(rounded, batch)
+    for weights in ("policy", "reference"):
+        found = two.score(batch, ("logprobs",), weights)["logprobs"][batch["loss_mask"]]
+        assert np.median(np.abs(found - expected)) < 0.01 < 0.1 < np.median(np.abs(found - other))
+    mine, theirs = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (two, one))
+    assert mine == pytest.approx(theirs, rel=2e-2)
+
+
+def test_weights_that_each_rank_holds_whole_get_the_gradient_of_all_ranks(backends, ernie, make_batch):
+    one, two = backends(folder=ernie, gradient_checkpointing="selective", micro_batch_tokens=40)
+    for seed in range(3):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def by_sequence(model, batch):
+    """Give the logprobs of the tokens in the loss mask, a sequence at a time."""
+    found = []
+    parts = (np.split(batch[key], np.cumsum(batch["lengths"])[:-1]) for key in ("tokens", "loss_mask"))
+    for row, mask in zip(*parts, strict=True):
+        with torch.no_grad():
+            log_p = model(input_ids=torch.from_numpy(row)[None, :-1]).logits[0].float().log_softmax(-1)
+        found.append(log_p.gather(1, torch.from_numpy(row)[1:, None])[:, 0].numpy()[mask[1:]])
+    return np.concatenate(found)
+
+
 def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch):
     _, two = backends()
     batch = make_batch()

@@ -44,6 +44,7 @@ class PolicyWeights:
         }  # fmt: skip
         self._group = tensor_group(root.model)
         self._partial = partial_names(root.model) & set(self.trained) if self._group is not None else set()
+        self._whole = self._kept & set(self.trained) if ranks > 1 else set()
 
     @torch.no_grad()
     def push(self) -> None:
@@ -67,9 +68,13 @@ class PolicyWeights:
                 gradient, placements = master.grad, getattr(master, "placements", None)
                 if isinstance(gradient, DTensor) and gradient.placements != placements:
                     master.grad = gradient.redistribute(placements=placements)
-        if self._partial:
-            found = [self.trained[name].grad for name in sorted(self._partial)]
-            sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
+        sum_partial(self._gradients_of(self._partial), self._group)
+        # FSDP2 leaves these out. It would take the mean over ranks with other data; the others have the same gradient.
+        sum_partial(self._gradients_of(self._whole), None, self._ranks)
+
+    def _gradients_of(self, names: set[str]) -> list[Tensor]:
+        found = [self.trained[name].grad for name in sorted(names)]
+        return [local(gradient) for gradient in found if gradient is not None]
 
     def matrices(self) -> set[str]:
         """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
