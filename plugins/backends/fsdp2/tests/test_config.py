@@ -30,6 +30,11 @@ def test_the_memory_of_adam_in_float32_is_16_bytes_a_parameter():
     assert held(Fsdp2Config(reference=True), MODEL) == 20 * MODEL.parameters
 
 
+def test_moments_of_8_bits_are_2_bytes_a_parameter_and_their_scales():
+    optimizer = OptimizerConfig("adamw_8bit")
+    assert held(Fsdp2Config(optimizer=optimizer), MODEL) == pytest.approx(10 * MODEL.parameters, rel=0.005)
+
+
 def test_muon_holds_one_moment_of_the_layers_and_adamw_two_of_the_rest():
     inside = MODEL.parameters - MODEL.outer_parameters
     for ranks in (1, 4):

@@ -1,5 +1,6 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
+import importlib.util
 from importlib import import_module
 from pathlib import Path
 
@@ -263,6 +264,23 @@ def test_two_ranks_in_bfloat16_stay_near_one(backends, make_batch):
     for seed in range(2):
         expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_moments_of_8_bits_go_on_on_another_number_of_ranks(backends, make_batch, tmp_path):
+    one, two = backends(family="llama", optimizer=OptimizerConfig(lr=1e-3, kind="adamw_8bit"))
+    expected, found = ([numbers(b.train(make_batch(seed), LIKELIHOOD)) for seed in range(3)] for b in (one, two))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    two.save(tmp_path / "saved").result()
+    on_two = numbers(two.train(make_batch(3), LIKELIHOOD))
+    two.load(tmp_path / "saved")
+    assert numbers(two.train(make_batch(3), LIKELIHOOD)) == on_two
+    one.load(tmp_path / "saved")
+    assert numbers(one.train(make_batch(3), LIKELIHOOD)) == pytest.approx(on_two, rel=1e-5)
+    assert numbers(one.train(make_batch(4), LIKELIHOOD)) == pytest.approx(
+        numbers(two.train(make_batch(4), LIKELIHOOD)), rel=1e-3
+    )
 
 
 def test_two_ranks_route_in_float32_where_the_model_does(backends, ernie, make_batch):

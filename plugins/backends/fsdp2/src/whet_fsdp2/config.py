@@ -64,9 +64,11 @@ class WeightGroup:
 class OptimizerConfig:
     """AdamW or Muon on float32 weights."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else:
-    embeddings, heads, norms, biases, and experts that are stacked in one tensor."""
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw`: AdamW for all weights. `adamw_8bit`: AdamW whose two moments have 8 bits, by the package `bitsandbytes`
+    (Dettmers et al. 2021, arXiv:2110.02861); those of weights below 4096 numbers keep float32. `muon`: Muon for the
+    matrices in the layers, AdamW for everything else: embeddings, heads, norms, biases, and experts that are stacked in
+    one tensor."""
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
@@ -234,6 +236,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
     trace, why = ("", "adapters are not traced yet") if config.lora else ("whet_fsdp2.trace:trace", "")
+    if config.optimizer.kind == "adamw_8bit":
+        trace, why = "", "moments of 8 bits are not traced"
     return Forecast(settings, model, formulas, tokens, trace, why, savings, partial(sizes, config))
 
 
@@ -266,11 +270,13 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
         matrices = _matrices(config, model)
-        moments = f"AdamW's two moments in float32{over}"
+        moments, number_bytes = f"AdamW's two moments in float32{over}", 8.0
+        if config.optimizer.kind == "adamw_8bit":
+            moments, number_bytes = f"AdamW's two moments in 8 bits{over}", 2 + 8 / 256
         if matrices:
             yield MemoryTerm(f"Muon's momentum in float32{over}", 4 * matrices // ranks, change=spread)
             moments = f"AdamW's two moments of the other weights in float32{over}"
-        yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
+        yield MemoryTerm(moments, int(number_bytes * (count - matrices)) // ranks, change=spread)
     else:
         yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
     if low and trained and ranks == 1 and config.lora is None:

@@ -204,7 +204,7 @@ class HeldModels:
             "architecture": self._info.architecture,
             "optimizer": self._config.optimizer.kind,
             "optimizer_steps": self._stepper.steps,
-            "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
+            "steps": self._stepper.taken(),
         }
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
@@ -212,8 +212,7 @@ class HeldModels:
         for kind, tensors in self._state().items():
             for name, tensor in tensors:
                 yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
-        for name, moment in self._stepper.moments():
-            yield from checkpoint.parts(name, moment, self._ranks.rank)
+        yield from self._stepper.parts(self._ranks.rank)
 
     def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
         if self._adapters is not None:  # they are in PEFT's format, and the model is not saved
@@ -284,7 +283,7 @@ class HeldModels:
             reshard(root.model)
             yield from map(local, root.model.parameters())
         yield from map(local, self._weights.masters.values())
-        yield from (local(moment) for _, moment in self._stepper.moments())
+        yield from self._stepper.held()
 
     def close(self) -> None:
         """Leave the process group."""
