@@ -99,6 +99,15 @@ def test_formulas_come_near_a_trace(section: dict[str, Any], dtype: str) -> None
     assert closed["idle"].device == pytest.approx(found["idle"], rel=0.05)
 
 
+def test_an_offloaded_optimizer_leaves_the_gpu_its_weights_gradients_and_one_part_of_the_state() -> None:
+    large = {**SHAPE, "num_hidden_layers": 200}
+    gpu = attrs.evolve(case(dtype="bfloat16", config=large, offload_optimizer=True), device="gpu")
+    found, count = formulas(gpu), counted(large)
+    assert found["idle"].device == pytest.approx(2 * count, rel=0.01)
+    assert found["optimizer"].device == pytest.approx(6 * count + 12 * 64 * 2**20, rel=0.01)
+    assert found["train"].device < formulas(attrs.evolve(gpu, settings=case().settings))["train"].device - 11 * count
+
+
 def test_every_saving_lowers_the_trace_or_leaves_it_and_none_is_already_set() -> None:
     one = case(tokens=4096)
     before = max(traced(trace, one).values())

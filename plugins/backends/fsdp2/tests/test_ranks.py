@@ -250,7 +250,9 @@ def test_two_ranks_train_an_adapter_in_bfloat16_and_a_value_head(backends, make_
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient_checkpointing": "selective"}, {"reshard_after_forward": False}], ids=str
+    "options",
+    [{"gradient_checkpointing": "selective", "offload_optimizer": True}, {"reshard_after_forward": False}],
+    ids=str,
 )
 def test_two_ranks_keep_their_options(backends, make_batch, options):
     one, two = backends(family="llama", **options)

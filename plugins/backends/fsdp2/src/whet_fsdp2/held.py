@@ -102,7 +102,10 @@ class HeldModels:
                 raise ConfigError(f"backend.teacher: {words}; set backend.layout: padded")
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
-        self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._stepper = Stepper(
+            self._weights, self._config.optimizer, self._config.schedule, total_steps,
+            offload=self._config.offload_optimizer and trained,
+        )  # fmt: skip
         self._writer = saving.Writer()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
@@ -185,7 +188,7 @@ class HeldModels:
     def take(self, folder: str) -> None:
         """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written."""
         self._write_adapter(folder)
-        size = sum(part.nbytes for _, part in self._saved())
+        size = sum(part.nbytes for _, part in self._saved_of_model()) + self._stepper.bytes_of_parts(self._ranks.rank)
         write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)
         self._writer.take(self._saved(), size, write)
 
@@ -209,10 +212,14 @@ class HeldModels:
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts that this rank writes."""
+        yield from self._saved_of_model()
+        yield from self._stepper.parts(self._ranks.rank)
+
+    def _saved_of_model(self) -> Iterator[tuple[str, Tensor]]:
         for kind, tensors in self._state().items():
             for name, tensor in tensors:
-                yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
-        yield from self._stepper.parts(self._ranks.rank)
+                if kind != "weights" or name not in self._stepper.masters_away:
+                    yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
 
     def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
         if self._adapters is not None:  # they are in PEFT's format, and the model is not saved
@@ -230,10 +237,11 @@ class HeldModels:
         self._stepper.refuse_others(saved)
         if self._adapters is not None:
             adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
+        away = self._stepper.masters_away
         for kind, tensors in self._state().items():
-            saved.read_into((f"{kind}/{name}", tensor) for name, tensor in tensors)
+            saved.read_into((f"{kind}/{n}", tensor) for n, tensor in tensors if kind != "weights" or n not in away)
+        self._weights.push(self._weights.copied - away)
         self._stepper.load(saved)
-        self._weights.push()
 
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
