@@ -105,13 +105,12 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
         family: str = "qwen3",
         dtype: str = "float32",
         folder: Path | None = None,
-        longest: int = 0,
         role: str = "backend",
         **config: Any,
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, longest=longest, scratch="")
+        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, scratch="")
 
     return make
 

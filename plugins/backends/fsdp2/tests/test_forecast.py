@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from whet.data.model_info import ModelInfo
+from whet_fsdp2 import attention
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.forecast import formulas, savings
 from whet_fsdp2.trace import trace
@@ -56,6 +57,18 @@ def test_weights_and_moments_of_all_layers_are_12_bytes_a_parameter(config: dict
 def test_few_layers_predict_what_a_trace_of_all_layers_finds(section: dict[str, Any], ranks: int) -> None:
     whole = {phase: peak(line) for phase, line in trace(case(ranks, **section)).items()}
     assert traced(trace, case(ranks, **section)) == pytest.approx(whole, rel=0.02)
+
+
+def test_on_a_gpu_attention_is_traced_as_the_kernel_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = attention.attend_varlen
+    monkeypatch.setattr(attention, "attend_varlen", lambda *arguments: [real(*arguments), calls.append(1)][0])
+    for dtype, layers in (("bfloat16", 2), ("float32", 0)):
+        calls.clear()
+        one = attrs.evolve(case(dtype=dtype, config={**SHAPE, "num_hidden_layers": 2}), device="gpu")
+        found = trace(one)
+        assert peak(found["backward"]) > peak(found["idle"])
+        assert len(calls) == layers
 
 
 def test_a_trace_leaves_no_process_group() -> None:

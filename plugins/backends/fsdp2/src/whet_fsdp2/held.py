@@ -64,7 +64,6 @@ class HeldModels:
         config: Mapping[str, Any],
         model: ModelInfo,
         total_steps: int = 0,
-        longest: int = 0,
         seed: int = 0,
         trained: bool = True,
         *,
@@ -72,7 +71,7 @@ class HeldModels:
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._config = structure(config, Fsdp2Config, None)
-        self._info, self._longest = model, longest
+        self._info = model
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         self._memory = PeakMeter(self._device, rank.role)
@@ -132,7 +131,7 @@ class HeldModels:
             self._adapters = Adapters(model, config.lora, self._seed, config.head)
             self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
-        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
+        root, layout = prepare(model, config.layout, config.logprob_chunk, config.head, ranks.context)
         if trained and config.gradient_checkpointing:
             enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve
 
 from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
@@ -21,6 +20,7 @@ from whet_fsdp2.norms import hasten_norms
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
+from whet_fsdp2.varlen import kernel_for
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +118,8 @@ def _refuse_incomplete(path: str, report: Any) -> None:
             )
 
 
-def prepare(
-    model: Any, wanted: str, chunk: int, longest: int, head: str = "lm", context: Any = None
-) -> tuple[AnyRoot, Layout]:
-    """Return the model as a `Root` or `ValueRoot`, and the layout for sequences up to `longest`.
+def prepare(model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None) -> tuple[AnyRoot, Layout]:
+    """Return the model as a `Root` or `ValueRoot`, and its layout.
 
     `context`: the process group of the ranks that share rows.
 
@@ -138,8 +136,9 @@ def prepare(
         if wanted == "padded":
             return root, "padded"
         layout: Layout = "packed" if wanted == "packed" else "shared"
-        problem = _try_packed(root, batch, layout, longest, expected, context)
+        problem = _try_packed(root, batch, layout, expected, context)
     if problem is None:
+        _name_kernel(model)
         return root, layout
     if context is not None:
         raise ConfigError(f"backend.parallel.context: packed rows do not work for {type(model).__name__}: {problem}")
@@ -149,6 +148,17 @@ def prepare(
         )
     log.warning("layout: padded, because packed rows do not work for %s: %s", type(model).__name__, problem)
     return root, "padded"
+
+
+def _name_kernel(model: Any) -> None:
+    """Print which kernel computes attention on a GPU, and why."""
+    device = local(model.get_input_embeddings().weight).device
+    if device.type == "cuda":
+        settings = model.config.get_text_config()
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        kernel, why = kernel_for(device, compute_dtype(model), size)
+        words = why if kernel is not None else f"scaled_dot_product_attention by blocks, because {why}"
+        print(f"attention of packed rows: {words}", flush=True)
 
 
 def _probe(model: Any) -> Batch:
@@ -235,15 +245,14 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
         )
 
 
-def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any, context: Any) -> str | None:
+def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, context: Any) -> str | None:
     """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
     before = root.model.config._attn_implementation
     try:
         root.model.set_attn_implementation(attention.NAME)
         one = feed(batch, layout, _device(root), context)
-        plan = evolve(one.arguments["whet_plan"], reach=longest)
-        off = _differ(_outputs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
+        off = _differ(_outputs(root, one), expected)
         problem = None if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
