@@ -185,6 +185,9 @@ class Fsdp2Config:
     gradient_checkpointing: bool | Literal["selective"] = False
     """`true`: keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower.
     `selective`: keep results of matrix products and of attention too, and recompute what is cheap: between the two."""
+    kernels: tuple[Literal["liger"], ...] = ()
+    """Kernels of other packages for GPUs. `liger`: RMS norms, rotations and SwiGLU of `liger-kernel`, which must be
+    installed. When the model is loaded they are compared with its own code."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and on one rank in bfloat16 the float32 weights too. Each step
     brings them to the GPU part by part. Numbers are bitwise the same; a step takes the time of the copies longer."""

@@ -25,6 +25,7 @@ from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
+from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
@@ -119,6 +120,7 @@ class HeldModels:
 
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
         config, ranks = self._config, self._ranks
+        refuse_unfit(config.kernels, self._device.type, config.parallel.tensor)
         # Only weights that are trained have float32 masters.
         mastered = (trained and config.lora is None) or not self._low
         model = load_model(
@@ -131,7 +133,9 @@ class HeldModels:
             self._adapters = Adapters(model, config.lora, self._seed, config.head)
             self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
-        root, layout = prepare(model, config.layout, config.logprob_chunk, config.head, ranks.context)
+        root, layout = prepare(
+            model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels
+        )  # fmt: skip
         if trained and config.gradient_checkpointing:
             enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy

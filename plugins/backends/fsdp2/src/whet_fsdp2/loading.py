@@ -14,6 +14,7 @@ from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import Feed, feed, spread
+from whet_fsdp2.kernels import use_kernels
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
@@ -118,10 +119,12 @@ def _refuse_incomplete(path: str, report: Any) -> None:
             )
 
 
-def prepare(model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None) -> tuple[AnyRoot, Layout]:
+def prepare(
+    model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = ()
+) -> tuple[AnyRoot, Layout]:
     """Return the model as a `Root` or `ValueRoot`, and its layout.
 
-    `context`: the process group of the ranks that share rows.
+    `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
@@ -129,6 +132,8 @@ def prepare(model: Any, wanted: str, chunk: int, head: str = "lm", context: Any 
     batch = _probe(model)
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
+        tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
+        use_kernels(model, kernels, lambda: _plain_outputs(model, batch, head), expected, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)
