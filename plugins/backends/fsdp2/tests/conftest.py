@@ -106,11 +106,12 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
         dtype: str = "float32",
         folder: Path | None = None,
         role: str = "backend",
+        device: str = "cpu",
         **config: Any,
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, scratch="")
+        return Worker(WorkerRank(role, 0, 1, device=device), config, model, total_steps=10, scratch="")
 
     return make
 
@@ -150,7 +151,7 @@ def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torc
 
     made = worker._loss(loss)
     worker._weights.drop_gradients()
-    watch = Watch(torch.device("cpu"), "backend")
+    watch = Watch(worker._device, "backend")
     worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), watch)
     found = {name: master.grad.clone() for name, master in worker._weights.trained.items()}
     worker._weights.drop_gradients()
