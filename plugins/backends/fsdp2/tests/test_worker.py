@@ -1,5 +1,7 @@
 """One rank of the backend, against the model of `transformers` in eager attention on padded rows."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whet.component import Spec
 from whet.data.batch import concatenate
 from whet.errors import WhetError
+from whet_fsdp2.checkpointing import KEPT
 from whet_fsdp2.root import Root
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied", "qwen3_moe", "mixtral"]
@@ -140,6 +143,14 @@ def test_selective_checkpointing_changes_nothing_and_repeats_no_large_product(
     assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
     assert counts[1] < counts[2]
     assert (counts[1] > counts[0]) == ("lora" in options), "the products with B of an adapter are cheap"
+
+
+def test_operations_whose_results_are_kept_exist_by_their_names():
+    importlib.import_module("torch.nn.attention.varlen")
+    for name in KEPT:
+        space, operation, overload = name.split(".")
+        if space != "flash_attn":  # a package of its own
+            assert str(getattr(getattr(getattr(torch.ops, space), operation), overload)) == name
 
 
 def test_tokens_outside_the_mask_get_no_gradient(make_worker, batch, gradients):

@@ -10,21 +10,26 @@ A result of a product of [T, K] with [K, N] holds T N numbers that take 2 T K N 
 number that is kept grows with K.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
-
-import torch
 
 from whet.errors import ConfigError
 
 Checkpointing = bool | Literal["selective"]
 CHEAP = 16
 """A product whose inner dimension is less than this part of its width is computed again, e.g. the B of an adapter."""
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
-    "_efficient_attention_forward",
-)  # fmt: skip
+PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
+"""Operations whose last two arguments are matrices."""
+# No batched products: attention by plain products makes scores of a square size with them, and changes them in place.
+KEPT = PRODUCTS | {
+    "aten._grouped_mm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
+    "flash_attn._flash_attn_varlen_forward.default",
+}
 
 
 def enable_checkpointing(model: Any, kind: Checkpointing) -> None:
@@ -46,26 +51,9 @@ def keeps(context: Any, operation: Any, *arguments: Any, **more: Any) -> Any:
     """Return whether selective checkpointing keeps the result of an operation, as torch's `CheckpointPolicy`."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    wanted = operation in _expensive()
-    if wanted and operation in _products():
+    name = str(operation)  # an operation of a package may be registered after this module is imported
+    kept = name in KEPT
+    if name in PRODUCTS:
         left, right = arguments[-2:]
-        wanted = left.shape[-1] * CHEAP >= right.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _products() -> frozenset[Any]:
-    """Return the operations whose last two arguments are matrices."""
-    return frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
-
-
-@cache
-def _expensive() -> frozenset[Any]:
-    """Return the operations whose results are kept.
-
-    No batched products: attention by plain products makes scores of a square size with them, and changes them in place.
-    """
-    aten = torch.ops.aten
-    found = {getattr(aten, name).default for name in (*_ATTENTION, "_grouped_mm") if hasattr(aten, name)}
-    varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
-    return _products() | found | ({varlen.default} if varlen is not None else set())
+        kept = left.shape[-1] * CHEAP >= right.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
