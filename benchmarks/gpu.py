@@ -124,7 +124,7 @@ def measure_apart(name: str, kind: str, device: str, steps: int = 2) -> dict[str
 
 def measure(name: str, kind: str, device: str, steps: int = 2) -> dict[str, float]:
     """Return what one kind of work on a shape takes: seconds of a step, tokens a second, MFU, GiB, and checks."""
-    shape = SHAPES[name] if kind != "lora" else fitted(SHAPES[name])
+    shape = SHAPES[name] if kind != "lora" else fitted(SHAPES[name], device)
     with tempfile.TemporaryDirectory() as folder, random_weights(device):
         (Path(folder) / "config.json").write_text(json.dumps(dict(shape.config)))
         if kind == "lora":
@@ -135,16 +135,22 @@ def measure(name: str, kind: str, device: str, steps: int = 2) -> dict[str, floa
     return found
 
 
-def fitted(shape: Shape) -> Shape:
-    """Return the shape of `lora` with as many layers as the host has room for: both models sleep there at times."""
+def fitted(shape: Shape, device: str) -> Shape:
+    """Return the shape of `lora` with as many layers as there is room for.
+
+    Trainer and generator hold a base each. Both sleep in the host's memory at times, and both are awake while weights
+    are synced.
+    """
+    import transformers
+
     from whet.plan.machine import available_memory
 
     with torch.device("meta"):
-        import transformers
-
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape.config))
-    layers, room = shape.config["num_hidden_layers"], 0.8 * available_memory()
-    needed = 4 * sum(parameter.numel() for parameter in model.parameters())  # 2 bytes each, twice
+    room = 0.8 * available_memory()
+    if device != "cpu":
+        room = min(room, 0.9 * torch.cuda.mem_get_info(device)[0])
+    layers, needed = shape.config["num_hidden_layers"], 4 * sum(p.numel() for p in model.parameters())
     fewer = layers if needed < room else max(1, int(layers * room / needed))
     return attrs.evolve(shape, config={**shape.config, "num_hidden_layers": fewer})
 
@@ -290,9 +296,8 @@ def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]
     after = worker.score(batch.take([0]), ("logprobs",))["logprobs"]
     spec = TransferSpec("shared", folder, "session", 1, adapter=adapter_info(config))
     worker.send_weights(spec)
+    generator._take_between_batches(spec, 1)  # both are awake meanwhile, as in a run
     worker.sleep()
-    generator.wake()
-    generator._take_between_batches(spec, 1)
     prompt = batch["tokens"][: shape.length // 4]
     requests = [
         Request(f"r{n}", prompt, Sampling(max_tokens=shape.length // 16 + 8), seed=n, prefix="p") for n in range(8)

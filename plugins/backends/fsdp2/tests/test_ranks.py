@@ -309,6 +309,14 @@ def test_weights_that_each_rank_holds_whole_get_the_gradient_of_all_ranks(backen
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_an_adapter_trains_on_a_model_that_keeps_weights_in_float32(backends, ernie, make_batch):
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
+    one, two = backends(dtype="bfloat16", folder=ernie, lora=LoraConfig(rank=4), optimizer=optimizer)
+    for seed in range(2):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=3e-2)
+
+
 def by_sequence(model, batch):
     """Give the logprobs of the tokens in the loss mask, a sequence at a time."""
     found = []
