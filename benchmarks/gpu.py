@@ -138,8 +138,7 @@ def measure(name: str, kind: str, device: str, steps: int = 2) -> dict[str, floa
 def fitted(shape: Shape, device: str) -> Shape:
     """Return the shape of `lora` with as many layers as there is room for.
 
-    Trainer and generator hold a base each. Both sleep in the host's memory at times, and both are awake while weights
-    are synced.
+    Trainer and generator hold a base each. One of them is on the GPU at a time, both are in the host's memory at times.
     """
     import transformers
 
@@ -149,7 +148,7 @@ def fitted(shape: Shape, device: str) -> Shape:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape.config))
     room = 0.8 * available_memory()
     if device != "cpu":
-        room = min(room, 0.9 * torch.cuda.mem_get_info(device)[0])
+        room = min(room, 2 * 0.75 * torch.cuda.mem_get_info(device)[0])
     layers, needed = shape.config["num_hidden_layers"], 4 * sum(p.numel() for p in model.parameters())
     fewer = layers if needed < room else max(1, int(layers * room / needed))
     return attrs.evolve(shape, config={**shape.config, "num_hidden_layers": fewer})
@@ -296,8 +295,9 @@ def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]
     after = worker.score(batch.take([0]), ("logprobs",))["logprobs"]
     spec = TransferSpec("shared", folder, "session", 1, adapter=adapter_info(config))
     worker.send_weights(spec)
-    generator._take_between_batches(spec, 1)  # both are awake meanwhile, as in a run
+    generator._take_between_batches(spec, 1)
     worker.sleep()
+    generator.wake()  # and applies the adapter
     prompt = batch["tokens"][: shape.length // 4]
     requests = [
         Request(f"r{n}", prompt, Sampling(max_tokens=shape.length // 16 + 8), seed=n, prefix="p") for n in range(8)
