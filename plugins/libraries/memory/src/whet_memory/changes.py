@@ -167,7 +167,9 @@ def _nearer(search: Search, count: int) -> Iterator[str]:
             by_key.setdefault(change[0].key, change)
     if by_key and count:
         yield "changes that bring it nearer, but are not enough alone (estimated by formulas):"
-        yield from (search.words(change, alone[change] * search.before.needs) for change in list(by_key.values())[:count])
+        yield from (
+            search.words(change, alone[change] * search.before.needs) for change in list(by_key.values())[:count]
+        )
 
 
 def _candidates(prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]]:
