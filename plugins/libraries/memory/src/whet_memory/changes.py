@@ -160,16 +160,16 @@ def changes(
 
 def _nearer(search: Search, count: int) -> Iterator[str]:
     """Yield lines on the changes of one key that help most and are not enough alone, at most so many."""
-    alone = {change: left for change, left in search.nearer.items() if len(change) == 1 and left <= CLEAR}
-    by_key = dict[str, Change]()
-    for change in sorted(alone, key=lambda change: alone[change]):
-        if not any(contains(change, known) for known in search.enough):
-            by_key.setdefault(change[0].key, change)
+    helped = sorted((left, number) for number, left in enumerate(search.nearer.values()) if left <= CLEAR)
+    tried, by_key = list(search.nearer), dict[str, tuple[Change, float]]()
+    for left, number in helped:
+        change = tried[number]
+        if len(change) == 1 and not any(contains(change, known) for known in search.enough):
+            by_key.setdefault(change[0].key, (change, left))
     if by_key and count:
         yield "changes that bring it nearer, but are not enough alone (estimated by formulas):"
-        yield from (
-            search.words(change, alone[change] * search.before.needs) for change in list(by_key.values())[:count]
-        )
+        for change, left in list(by_key.values())[:count]:
+            yield search.words(change, left * search.before.needs)
 
 
 def _candidates(prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]]:
