@@ -120,15 +120,14 @@ class PolicyWeights:
 
 def _lowered(model: nn.Module, parameter: Any) -> Any:
     """Return a parameter in bfloat16, in its place in the model. Setting the data of a DTensor leaves its shard."""
-    if not isinstance(parameter, DTensor):
-        parameter.data = parameter.data.to(torch.bfloat16)
-        return parameter
-    low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
-    for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is parameter:
-                module._parameters[name] = low
-    return low
+    if isinstance(parameter, DTensor):
+        low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            places = [name for name, own in module._parameters.items() if own is parameter]
+            module._parameters.update(dict.fromkeys(places, low))
+        return low
+    parameter.data = parameter.data.to(torch.bfloat16)
+    return parameter
 
 
 def _add_into(master: Tensor) -> Any:
