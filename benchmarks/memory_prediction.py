@@ -100,23 +100,14 @@ def main() -> None:
     _import_all(configurations)
     rows, worst = [], 0.0
     if not given.json:
-        print(
-            f"{'configuration':34}{'ranks':>6}{'tokens':>8}  {'phase':10}{'predicted':>11}{'measured':>11}{'error':>8}"
-        )
+        head = f"{'configuration':34}{'ranks':>6}{'tokens':>8}  {'phase':10}"
+        print(f"{head}{'predicted':>11}{'measured':>11}{'error':>8}")
     for one in configurations if given.only is None else [configurations[number] for number in given.only]:
         expected, found = forked(predicted, one), measured(one)
         for phase in PHASES:
             error = expected[phase] / found[phase] - 1
             worst = max(worst, abs(error))
-            rows.append(
-                {
-                    "name": one.name,
-                    "ranks": one.ranks,
-                    "phase": phase,
-                    "predicted": expected[phase],
-                    "measured": found[phase],
-                }
-            )
+            rows.append((one.name, one.ranks, phase, expected[phase], found[phase]))
             sizes = f"{expected[phase] / 2**20:9,.0f} M{found[phase] / 2**20:9,.0f} M"
             if not given.json:
                 print(f"{one.name:34}{one.ranks:6}{one.tokens:8}  {phase:10}{sizes}{error:+8.1%}", flush=True)
