@@ -67,7 +67,7 @@ TWELVE = [
     Configuration("qwen3 68M, LoRA of rank 64", QWEN3, {**CHECKPOINTING, "lora": {"rank": 64}}, tokens=1536),
     Configuration("qwen3 68M, bfloat16", QWEN3, {}, tokens=2048, dtype="bfloat16"),
     Configuration("qwen3_moe 70M", MOE, {}),
-    Configuration("qwen3_moe 70M, LoRA with experts", MOE, {"lora": {"rank": 8, "experts": True}}, 2),
+    Configuration("qwen3_moe 70M, LoRA with experts", MOE, {"lora": {"rank": 32, "experts": True}}, 2),
 ]
 HALF = {**LLAMA, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6, "num_attention_heads": 6,
         "num_key_value_heads": 2, "vocab_size": 16000}  # fmt: skip

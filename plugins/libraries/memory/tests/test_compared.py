@@ -18,7 +18,10 @@ PEAKS = {
 
 
 def plan(*groups: str, turns: list[list[str]] | None = None) -> dict[str, Any]:
-    roles = [{"role": role, "processes": group} for role, group in zip(("backend", "critic"), groups, strict=True)]
+    roles = [
+        {"role": role, "processes": group, "devices": ["cpu"]}
+        for role, group in zip(("backend", "critic"), groups, strict=True)
+    ]
     return {"roles": roles, "peaks": PEAKS, "turns": turns or []}
 
 
@@ -57,4 +60,6 @@ def test_the_command_prints_both(tmp_path) -> None:
     assert done.exit_code == 0, done.output
     head, *rows = done.output.splitlines()
     assert head.split("  ")[0] == "peak of memory"
+    assert rows[-2].startswith("formulas assume full passes")
+    assert rows[-1].startswith("on a CPU")
     assert rows[0].split() == ["backend.train", "3.0", "GiB", "3.5", "GiB", "+512", "MiB", "(trace)"]

@@ -241,11 +241,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
     from whet_fsdp2.forecast import formulas, savings
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
-    why = ""
-    if config.optimizer.kind == "adamw_8bit" or config.offload_optimizer:
-        why = "moments of 8 bits or in host memory are not traced"
-    trace = "" if why else "whet_fsdp2.trace:trace"
-    return Forecast(settings, model, formulas, tokens, trace, why, savings, partial(sizes, config))
+    trace = "whet_fsdp2.trace:trace"
+    return Forecast(settings, model, formulas, tokens, trace, savings, partial(sizes, config))
 
 
 def sizes(config: Fsdp2Config, ranks: int) -> Sizes:

@@ -8,6 +8,8 @@ size H, feed-forward size I, bytes b of a number in the forward pass (fitted to 
     with checkpointing      b H                         the same
 """
 
+from attrs import evolve
+
 from whet.component import MemoryTerm
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -71,6 +73,7 @@ def _layer(case: Case, kept: bool) -> int:
     number = 2 if case.model.dtype == "bfloat16" else 4
     hidden, tensor = _count(case.model, "hidden_size"), case.sizes.tensor  # norms and residuals are not split by it
     per_token = 6 * hidden + (4 * _mlp_size(case.model) + 5 * hidden) // tensor
+    per_token += 2 * hidden * _count(case.model, "num_experts_per_tok")  # a copy for each chosen expert, and its output
     return case.tokens // case.sizes.context * number * (per_token if kept else per_token // 2)
 
 
@@ -86,6 +89,27 @@ def _head(case: Case, config: Fsdp2Config) -> int:
 
 def _is_held(term: MemoryTerm, gpu: bool) -> bool:
     return term.when == "working" and (term.place == "" or (gpu and term.place == "gpu"))
+
+
+def not_held(case: Case) -> tuple[int, int]:
+    """Return the bytes by which the optimizer's state on the device is less than AdamW's in float32, and what a step
+    brings there for a while.
+    """
+    config = structure(dict(case.settings), Fsdp2Config, None)
+    if not case.trained or config.lora is not None:
+        return 0, 0
+    if case.device == "cpu":
+        config = evolve(config, offload_optimizer=False)  # the host's memory is the device's
+    terms = [list(memory(one, case.model, case.sizes.ranks, True)) for one in (with_adamw(config), config)]
+    plain, own = (sum(term.bytes for term in found if _is_held(term, case.device == "gpu")) for found in terms)
+    return plain - own, _brought(case, terms[1])
+
+
+def with_adamw(config: Fsdp2Config) -> Fsdp2Config:
+    """Return the config with moments in float32 on the device, as a trace computes them."""
+    optimizer = config.optimizer
+    kind = "adamw" if optimizer.kind == "adamw_8bit" else optimizer.kind
+    return evolve(config, offload_optimizer=False, optimizer=evolve(optimizer, kind=kind))
 
 
 def _brought(case: Case, terms: list[MemoryTerm]) -> int:

@@ -23,6 +23,7 @@ from whet_fsdp2 import attention, norms, varlen
 from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
+from whet_fsdp2.forecast import not_held, with_adamw
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.narrowed import narrow
@@ -42,13 +43,19 @@ CPU = torch.device("cpu")
 
 
 def trace(case: Case) -> dict[str, Timeline]:
-    """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`."""
+    """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`.
+
+    Moments of 8 bits, or in host memory, are traced as AdamW's in float32. What is held less is subtracted.
+    """
     with fake_ranks(case.sizes.ranks):  # and their meshes, before tensors are fake
-        return _trace(case)
+        found = _trace(case)
+    less, brought = not_held(case)
+    more = {"optimizer": brought}
+    return {phase: [(name, size - less + more.get(phase, 0)) for name, size in line] for phase, line in found.items()}
 
 
 def _trace(case: Case) -> dict[str, Timeline]:
-    config = structure(dict(case.settings), Fsdp2Config, None)
+    config = with_adamw(structure(dict(case.settings), Fsdp2Config, None))
     low, size = case.model.dtype == "bfloat16", case.sizes.ranks
     ranks = Ranks(WorkerRank("backend", 0, size), config.parallel)
     attention.register()

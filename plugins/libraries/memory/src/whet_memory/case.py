@@ -122,8 +122,6 @@ class Forecast:
     """`package.module:function`, called as `function(case, layers)` in a process of the role's Python. It computes a
     training step of a model of so many layers on tensors without memory and returns a `Timeline` for each phase.
     Empty: there are formulas alone."""
-    untraced: str = ""
-    """Why there is no trace."""
     savings: Callable[[Case], tuple[Saving, ...]] = lambda case: ()
     """Changes that can save memory of this case, the cheapest first."""
     sizes: Callable[[int], Sizes] = Sizes

@@ -30,6 +30,9 @@ class Compared:
     predicted: int | None
     """None: it was not predicted."""
     source: str = ""
+    """`trace`, `formulas` or `terms`."""
+    cpu: bool = False
+    """Whether it was measured on a CPU."""
 
 
 def compared(folder: RunFolder) -> list[Compared]:
@@ -50,14 +53,19 @@ def compare(plan: Any, metrics: Iterable[Mapping[str, Any]]) -> list[Compared]:
             if name.startswith(METRIC) and phase in PHASES and isinstance(value, int | float) and 0 <= value < MOST:
                 largest[role, phase] = max(largest.get((role, phase), 0.0), value * GIB)
     ordered = sorted(largest, key=lambda one: (one[0], [*PHASES].index(one[1])))  # type: ignore[arg-type]  # it is one
-    return [Compared(role, phase, largest[role, phase], *_predicted(plan, role, phase)) for role, phase in ordered]
+    roles = _listed(plan, "roles")
+    on_cpu = {str(_at(one, "role")) for one in roles if _at(one, "devices") == ["cpu"]}
+    return [
+        Compared(role, phase, largest[role, phase], *_predicted(plan, role, phase), cpu=role in on_cpu)
+        for role, phase in ordered
+    ]
 
 
 def _predicted(plan: Any, role: str, phase: str) -> tuple[int | None, str]:
     """Return the prediction for the process of a role during one of its phases, and where it comes from."""
     if (own := _bytes(plan, role, phase)) is None:
         return None, ""
-    turns, roles = (found if isinstance(found := _at(plan, key), list) else [] for key in ("turns", "roles"))
+    turns, roles = _listed(plan, "turns"), _listed(plan, "roles")
     processes = {str(_at(one, "role")): _at(one, "processes") for one in roles}
     asleep = {str(name) for side in turns if isinstance(side, list) and role not in side for name in side}
     together = [
@@ -71,6 +79,11 @@ def _predicted(plan: Any, role: str, phase: str) -> tuple[int | None, str]:
 def _bytes(plan: Any, role: str, phase: str) -> int | None:
     found = _at(plan, "peaks", role, phase, "device")
     return found if isinstance(found, int) and not isinstance(found, bool) and abs(found) < MOST * GIB else None
+
+
+def _listed(plan: Any, key: str) -> list[Any]:
+    found = _at(plan, key)
+    return found if isinstance(found, list) else []
 
 
 def _at(value: Any, *path: str) -> Any:
@@ -95,3 +108,7 @@ def lines(found: list[Compared]) -> Iterator[str]:
         off = one.measured - one.predicted
         sign = "-" if off < 0 else "+"
         yield f"{name:{width}}  {size(one.predicted):>12}  {measured:>12}  {sign}{size(abs(off))} ({one.source})"
+    if any(one.source == "formulas" for one in found):
+        yield "formulas assume full passes of `micro_batch_tokens`; `whet check --trace` before a run traces them"
+    if any(one.cpu for one in found):
+        yield "on a CPU, freed memory that the C library keeps counts as measured (MALLOC_MMAP_THRESHOLD_=65536: none)"
