@@ -110,15 +110,15 @@ def _few_chunks(outputs: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _experts_of_any_dtype() -> Iterator[None]:
-    """Compute experts by the operation of transformers that has shapes for fake tensors of every dtype.
+    """Compute experts in float32 by an operation of transformers, whose results have the same shapes.
 
-    PyTorch's `_grouped_mm` computes float32 on a CPU, but refuses fake tensors of it. Results have the same shapes.
+    PyTorch's `_grouped_mm` computes float32 on a CPU, but refuses fake tensors of it.
     """
     from transformers.integrations import moe
 
     real = getattr(moe, "_can_use_grouped_mm", None)
     if real is not None:
-        moe._can_use_grouped_mm = lambda *tensors: False
+        moe._can_use_grouped_mm = lambda _, weight, __: weight.dtype == torch.bfloat16
     try:
         yield
     finally:

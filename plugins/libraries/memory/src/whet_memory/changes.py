@@ -26,10 +26,12 @@ Predict = Callable[[Prepared], list[Moment]]
 WANTED: Final = 3
 """Changes to name."""
 MOST_GPUS: Final = 64
-DOUBT: Final = 1.15
+DOUBT: Final = 1.02
 """How far above the memory an estimate by formulas may be for a trace to be worth its time."""
+TRACES: Final = 5
+"""Traces of a search, of about a second each for a large model."""
 CLEAR: Final = 0.97
-"""The share of the need that a change may leave at the most to count as one that brings a plan nearer."""
+"""The share of the need that a change, or each part of one, may leave at the most to count as one that helps."""
 
 
 @frozen(eq=False)
@@ -67,6 +69,10 @@ class Search:
     """How far the formulas were off for the plan as it is: prediction / estimate."""
     enough: list[Change] = field(factory=list)
     """Changes that make it fit."""
+    estimates: dict[Change, tuple[Prepared | None, list[Moment]]] = field(factory=dict)
+    """Changed plans, with their moments by formulas."""
+    traces: list[Change] = field(factory=list)
+    """Changes that were traced."""
     nearer: dict[Change, float] = field(factory=dict)
     """The share of the need that changes leave which are not enough, estimated."""
     mended: set[str] = field(factory=set)
@@ -74,34 +80,60 @@ class Search:
 
     def first(self, candidates: Iterable[Change]) -> Iterator[str]:
         """Yield the line of the first of these changes that makes the plan fit, if there is one."""
+        ratio = self.ratio
         for change in candidates:
-            if any(contains(change, known) for known in self.enough):
+            if any(contains(change, known) for known in self.enough) or not self._all_help(change):
                 continue
-            after = self._after(change)
+            after = self._after(change, ratio)
             if after and all(moment.fits for moment in after):
                 self.enough.append(change)
                 yield self.words(change, worst(after).needs)
                 return
+            if after:  # the formulas are as far off for the next one of this kind
+                ratio = worst(after).share / worst(self._estimated(change)[1]).share
 
-    def _after(self, change: Change) -> list[Moment]:
-        """Return the moments of a changed plan by a trace. Empty: it cannot be planned, or formulas show that it does
-        not fit.
+    def _after(self, change: Change, ratio: float) -> list[Moment]:
+        """Return the moments of a changed plan by a trace. Empty: formulas show that it does not fit, or it cannot be
+        planned, or there were enough traces. `ratio`: how far the formulas are off.
         """
-        overrides = [text for part in change for text in part.overrides]
-        machine = next((part.machine for part in change if part.machine), None)
-        try:
-            other = self.planned(overrides, machine)
-        except ConfigError:
+        other, rough = self._estimated(change)
+        if other is None or not rough:
             return []
-        if not (rough := self.estimate(other)):
-            return []
-        share = worst(rough).share * self.ratio
-        found = self.exact(other) if share <= DOUBT else []
-        fits = {moment.phase for moment in found or rough} - unfit(found or rough)
-        self.mended.update(fits)
-        left = worst(found).needs if found else worst(rough).needs * self.ratio
+        traced = self.hopeful(change, ratio) and len(self.traces) < TRACES
+        found = list[Moment]()
+        if traced:
+            self.traces.append(change)
+            found = self.exact(other)
+        self.mended.update({moment.phase for moment in found or rough} - unfit(found or rough))
+        left = worst(found).needs if found else worst(rough).needs * ratio
         self.nearer[change] = left / self.before.needs
         return found
+
+    def _all_help(self, change: Change) -> bool:
+        """Return whether each part of a change makes it clearly smaller, as far as formulas show."""
+        needs = self._needs(change)
+        rest = [tuple(part for part in change if part is not one) for one in change]
+        return len(change) == 1 or all(needs <= CLEAR * self._needs(parts) for parts in rest)
+
+    def hopeful(self, change: Change, ratio: float | None = None) -> bool:
+        """Return whether a change may be enough, as far as formulas show."""
+        _, rough = self._estimated(change)
+        return bool(rough) and worst(rough).share * (ratio or self.ratio) <= DOUBT
+
+    def _needs(self, change: Change) -> float:
+        _, rough = self._estimated(change)
+        return worst(rough).needs if rough else float("inf")
+
+    def _estimated(self, change: Change) -> tuple[Prepared | None, list[Moment]]:
+        """Return the changed plan and its moments by formulas. None: it cannot be planned."""
+        if change not in self.estimates:
+            machine = next((part.machine for part in change if part.machine), None)
+            try:
+                other = self.planned([text for part in change for text in part.overrides], machine)
+                self.estimates[change] = other, self.estimate(other)
+            except ConfigError:
+                self.estimates[change] = None, []
+        return self.estimates[change]
 
     def words(self, change: Change, needs: float) -> str:
         """Return a line on a change: what it is, the most memory before and after it, and what it costs."""
@@ -137,7 +169,7 @@ def changes(
     ratio = before.share / max(worst(estimate(prepared)).share, 1e-9)
     search = Search(planned, exact, estimate, before, ratio)
     told = list[str]()
-    for candidates in _candidates(prepared, before):
+    for candidates in _candidates(search, prepared, before):
         told += search.first(candidates)
         if len(told) == WANTED:
             break
@@ -159,20 +191,24 @@ def changes(
 
 
 def _nearer(search: Search, count: int) -> Iterator[str]:
-    """Yield lines on the changes of one key that help most and are not enough alone, at most so many."""
+    """Yield lines on the changes of one key that help most and were not traced or not enough, at most so many."""
     helped = sorted((left, number) for number, left in enumerate(search.nearer.values()) if left <= CLEAR)
     tried, by_key = list(search.nearer), dict[str, tuple[Change, float]]()
     for left, number in helped:
         change = tried[number]
         if len(change) == 1 and not any(contains(change, known) for known in search.enough):
             by_key.setdefault(change[0].key, (change, left))
-    if by_key and count:
-        yield "changes that bring it nearer, but are not enough alone (estimated by formulas):"
-        for change, left in list(by_key.values())[:count]:
-            yield search.words(change, left * search.before.needs)
+    found = [(change, left * search.before.needs) for change, left in list(by_key.values())[:count]]
+    for head, enough in (
+        ("changes that may make it fit, estimated by formulas alone:", True),
+        ("changes that bring it nearer, but are not enough alone, estimated by formulas:", False),
+    ):
+        chosen = [one for one in found if (one[1] <= (search.before.has or 0)) == enough]
+        yield from [head] * bool(chosen)
+        yield from (search.words(change, needs) for change, needs in chosen)
 
 
-def _candidates(prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]]:
+def _candidates(search: Search, prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]]:
     """Yield groups of changes, of each of which one that is enough is wanted, each from the cheapest to the dearest."""
     parts = list(_savings(prepared, before))
     same, other = [[part for part in parts if part.other_result == wanted] for wanted in (False, True)]
@@ -184,9 +220,11 @@ def _candidates(prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]
     yield together
     more = list(_more_gpus(prepared, before))
     yield [(part,) for part in more]
-    yield [(part, *rest) for part in more for rest in [*((one,) for one in most), *together]]
-    yield [(part, *rest) for part in other for rest in [(), *((one,) for one in most), *together]]
-    yield [(gpus, part, *rest) for gpus in more for part in other for rest in [(), *together[-1:]]]
+    with_any = [*((one,) for one in most), *together]
+    hopeful = (part for part in more if search.hopeful((part, *most)))
+    yield ((part, *rest) for part in hopeful for rest in with_any)
+    yield ((part, *rest) for part in other if search.hopeful((part, *most)) for rest in [(), *with_any])
+    yield ((gpus, part, *rest) for gpus in more for part in other for rest in [(), *together[-1:]])
 
 
 def _savings(prepared: Prepared, before: Moment) -> Iterator[Part]:
