@@ -141,7 +141,7 @@ def savings(case: Case) -> tuple[Saving, ...]:
     if config.head == "lm" and (config.logprob_chunk or default) > 64:
         found.append(Saving("logprob_chunk", 64, "more and smaller products with the head"))
     if case.trained and config.lora is None:
-        words = f"it trains an adapter of rank {LORA_RANK} in place of all weights, so it learns something else"
+        words = f"full training: an adapter of rank {LORA_RANK} is trained in place of all weights"
         found.append(Saving("lora.rank", LORA_RANK, words, other_result=True))
     return tuple(found)
 
