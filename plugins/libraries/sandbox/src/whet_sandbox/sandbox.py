@@ -14,6 +14,7 @@ all walls: where the machine cannot build one of them, every call raises.
 """
 
 import asyncio
+import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -163,8 +164,11 @@ class Sandbox:
             if self._closed:
                 raise SandboxBroken("the sandbox is closed")
             same = (limits.disk_mib, limits.disk_files) == (self.limits.disk_mib, self.limits.disk_files)
-            if self._waiting and same:
-                return self._waiting.pop(0)
+            while self._waiting and same:
+                connection = self._waiting.pop(0)
+                if not _is_lost(connection):
+                    return connection
+                connection.close()
         return self._provider.open(limits)
 
 
@@ -336,6 +340,13 @@ _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+def _is_lost(connection: socket.socket) -> bool:
+    """Return whether the supervisor at the other end has ended, e.g. with its launcher."""
+    looking = select.poll()
+    looking.register(connection, 0)
+    return bool(looking.poll(0))
 
 
 def _result(header: dict[str, Any], blobs: Sequence[bytes]) -> Result:

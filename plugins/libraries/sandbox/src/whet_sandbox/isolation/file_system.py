@@ -68,6 +68,7 @@ def build(
     kernel.mount("root", new, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
     for folder in ("/dev", "/etc", "/proc", "/mnt", *WRITABLE):
         os.makedirs(new + folder, exist_ok=True)
+    _mount_writable(new, disk_bytes, files)  # first: a folder that is shown may lie below /tmp
     for path, target in links.items():
         os.symlink(target, new + path)
     for path, tree in trees.items():
@@ -78,7 +79,6 @@ def build(
         with open(new + path, "w") as file:
             file.write(text)
     os.symlink("/proc/self/fd", f"{new}/dev/fd")
-    _mount_writable(new, disk_bytes, files)
     mount_proc(f"{new}/proc")
     os.chdir(new)
     kernel.pivot_root_here()

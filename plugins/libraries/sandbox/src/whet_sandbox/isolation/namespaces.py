@@ -56,11 +56,15 @@ class FirstProcess:
         self._expect(b"k", "end the other processes")
 
     def end(self) -> None:
-        """End the namespace with all its processes. A second call does nothing."""
+        """End the namespace with all its processes. A second call does nothing.
+
+        Process 1 ends when all others have been reaped. The supervisor's own children wait for the supervisor.
+        """
         pid, self.pid = self.pid, 0
         if pid:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            while os.waitpid(-1, 0)[0] != pid:
+                pass
 
     def _expect(self, answer: bytes, what: str) -> None:
         ready = select.select([self._answers], [], [], _SWEEP_SECONDS)[0]

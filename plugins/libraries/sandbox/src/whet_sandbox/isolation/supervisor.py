@@ -171,8 +171,6 @@ class Supervisor:
         program.feed["questions"] = blobs[0] + b"\n"
         self._watch(header["wall_seconds"], lambda: b"\n" in program.answers)
         if b"\n" not in program.answers or program.why:
-            if not program.why:  # it has closed the pipe
-                program.stop("stopped")
             return self._result(header["collect"], last=header["last"])
         for name in ("stdout", "stderr"):
             while name in program.pipes and program.take(name):
