@@ -4,7 +4,7 @@ from attrs import field, frozen, validators
 
 from whet.config.bounds import PROCESSES, between
 
-_AT_ONCE = between(1, PROCESSES)
+_AT_ONCE = between(2, PROCESSES)  # a program that is graded needs one beside its tests
 _WARM = between(0, PROCESSES)
 
 

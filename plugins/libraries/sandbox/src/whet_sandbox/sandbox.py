@@ -75,10 +75,15 @@ class Answer:
 class Sandbox:
     """Runs programs in sandboxes of a provider. It may be used from several event loops and threads."""
 
-    def __init__(self, provider: Provider, limits: Limits | None = None) -> None:
-        """Make nothing yet. `limits` hold where a call gives none."""
+    def __init__(self, provider: Provider, limits: Limits | None = None, at_once: int | None = None) -> None:
+        """Make nothing yet. `limits` hold where a call gives none.
+
+        :param at_once: most sandboxes at a time, none of them warm. None: as the provider has it.
+        """
         self.limits = limits or Limits()
-        self._provider, self._gate = provider, Gate(provider.at_once)
+        self.at_once = provider.at_once if at_once is None else at_once
+        self._warm = provider.warm if at_once is None else 0
+        self._provider, self._gate = provider, Gate(self.at_once)
         self._waiting: list[socket.socket] = []
         self._lock, self._closed = threading.Lock(), False
 
@@ -114,7 +119,7 @@ class Sandbox:
     def heat(self) -> None:
         """Make the sandboxes that wait for programs now, and not after the first call."""
         with self._lock:
-            while len(self._waiting) < self._provider.warm and not self._closed:
+            while len(self._waiting) < self._warm and not self._closed:
                 self._waiting.append(self._provider.open(self.limits))
 
     def why_not(self) -> str:
