@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+from whet.config.structure import structure
+from whet.plugins.registry import load_plugins
+from whet_env_code.config import CodeConfig
+from whet_env_code.environment import Code
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.environment import EnvironmentContract
+
+FUNCTIONS = {
+    "double": ("n", "n * 2", "the double of n", [(3, 6), (-1, -2)]),
+    "is_even": ("n", "n % 2 == 0", "whether n is even", [(3, False), (4, True)]),
+    "last": ("items", "items[-1]", "the last of items", [([1, 2], 2), ("abc", "c")]),
+    "ends": ("text", "(text[0], text[-1])", "the first and the last character", [("abc", ("a", "c")), ("x", ("x", "x"))]),
+}
+
+
+def record(name):
+    argument, result, words, cases = FUNCTIONS[name]
+    lines = "".join(f"    assert candidate({given!r}) == {wanted!r}\n" for given, wanted in cases)
+    return {
+        "prompt": f"def {name}({argument}):\n    '''Return {words}.'''\n",
+        "canonical_solution": f"    return {result}\n",
+        "test": f"def check(candidate):\n{lines}",
+        "entry_point": name,
+    }
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_env_code.hooks"
+    documents = {"code": {"dataset": "made-up.jsonl"}}
+
+
+class TestCode(EnvironmentContract):
+    splits = ("train", "test")
+    states_answers = False
+    settings = {}
+
+    @pytest.fixture(autouse=True)
+    def files(self, tmp_path):
+        self.dataset = {}
+        for split, names in (("train", ("double", "is_even", "ends")), ("test", ("last",))):
+            self.dataset[split] = str(tmp_path / f"{split}.jsonl")
+            (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(record(name)) + "\n" for name in names))
+
+    def make(self):
+        return Code(structure({"dataset": self.dataset, **self.settings}, CodeConfig, load_plugins()))
+
+    def gold(self, task):
+        return f"```python\n{task.data['before']}    return {FUNCTIONS[task.data['name']][1]}\n```"
+
+    def wrong(self, task):
+        before = task.data["before"]
+        return (
+            "passed", "All tests passed.", f"```python\n{before}    import os; os._exit(0)\n```",
+            f"```python\n{before}    pass\n```", f"```python\n{before}    raise SystemExit(0)\n```", "```python\nassert True\n```",
+        )  # fmt: skip
+
+
+class TestPartialCreditAndTool(TestCode):
+    settings = {"partial_weight": 0.5, "turns": 3}
+    full_reward = 1.5
+
+    def gold(self, task):
+        return ["```run\nx = 6 * 7\nprint(x)\n```", super().gold(task)]
