@@ -13,7 +13,12 @@ FUNCTIONS = {
     "double": ("n", "n * 2", "the double of n", [(3, 6), (-1, -2)]),
     "is_even": ("n", "n % 2 == 0", "whether n is even", [(3, False), (4, True)]),
     "last": ("items", "items[-1]", "the last of items", [([1, 2], 2), ("abc", "c")]),
-    "ends": ("text", "(text[0], text[-1])", "the first and the last character", [("abc", ("a", "c")), ("x", ("x", "x"))]),
+    "ends": (
+        "text",
+        "(text[0], text[-1])",
+        "the first and the last character",
+        [("abc", ("a", "c")), ("x", ("x", "x"))],
+    ),
 }
 
 
@@ -36,6 +41,7 @@ class TestPlugin(ComponentContract):
 class TestCode(EnvironmentContract):
     splits = ("train", "test")
     states_answers = False
+    mentions_win = True  # of several programs the one with the wanted function counts, and of several such the last
     settings = {}
 
     @pytest.fixture(autouse=True)
@@ -55,7 +61,8 @@ class TestCode(EnvironmentContract):
         before = task.data["before"]
         return (
             "passed", "All tests passed.", f"```python\n{before}    import os; os._exit(0)\n```",
-            f"```python\n{before}    pass\n```", f"```python\n{before}    raise SystemExit(0)\n```", "```python\nassert True\n```",
+            f"```python\n{before}    pass\n```", f"```python\n{before}    raise SystemExit(0)\n```",
+            "```python\nassert True\n```",
         )  # fmt: skip
 
 

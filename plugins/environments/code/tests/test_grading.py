@@ -1,9 +1,9 @@
+# ruff: noqa: E501 - a cheat is easier to read on a line of its own
 """Tests grade programs by plain data alone; a program that lies, ends or hangs earns nothing, and is named."""
 
 import asyncio
 import gzip
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,9 @@ def sandbox() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-def graded(sandbox: Sandbox, program: str, tests: str = TESTS, *, every: bool = False, name: str = "square", **more: str) -> Verdict:
+def graded(
+    sandbox: Sandbox, program: str, tests: str = TESTS, *, every: bool = False, name: str = "square", **more: str
+) -> Verdict:
     return asyncio.run(Grader(sandbox, 4, every).by_tests(program, tests, name=name, **more))
 
 
@@ -104,14 +106,15 @@ def square(n):
                 except OSError: pass
     return 0""",
     "reads the tests in memory": """
+import re
 def square(n):
-    wanted, own = b'negative' + b' number', 0
+    wanted = re.compile(rb'a negativ[e] numbe[r]')  # which does not find itself
     with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb') as memory:
         for line in maps:
             low, high = (int(x, 16) for x in line.split()[0].split('-'))
             if 'rw' in line and high - low < 1 << 24:
                 memory.seek(low)
-                if b'"a ' + wanted in memory.read(high - low): return n * n
+                if wanted.search(memory.read(high - low)): return n * n
     return 0""",
     "reads the tests of others": """
 import os
@@ -201,7 +204,13 @@ def test_programs_are_graded_by_their_output(sandbox: Sandbox) -> None:
     partly = verdict("n = int(input()); print(n * abs(n))", every=True)
     assert (partly.passed, partly.total, partly.reason) == (2, 3, "case 1: wrong output '-16\\n'")
     assert verdict("n = int(input()); print(n * abs(n))").passed == 1
-    for cheat in ("", "print('passed')", "import sys; sys.exit(0)", "while True: pass", "print(9); import os; os.abort()"):
+    for cheat in (
+        "",
+        "print('passed')",
+        "import sys; sys.exit(0)",
+        "while True: pass",
+        "print(9); import os; os.abort()",
+    ):
         assert not verdict(cheat).correct
 
 
@@ -269,9 +278,11 @@ def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program
     assert [verdict.correct for verdict in all_graded(programs)] == expected
 
 
-def test_the_environment_variable_of_a_hash_seed_makes_sets_alike(sandbox: Sandbox) -> None:
-    program = "def square(n): return list({'a', 'b', 'c', 'd'})[0] + str(n)"
-    tests = "def check(candidate): assert candidate(0) == ANSWER"
-    found = {graded(sandbox, program, tests, setup=f"ANSWER = {letter + '0'!r}").correct for letter in "abcd" for _ in range(2)}
-    assert found == {True, False}
-    assert os.environ.get("PYTHONHASHSEED") != "0" or found
+def test_a_program_that_depends_on_the_order_of_a_set_is_graded_alike_each_time(sandbox: Sandbox) -> None:
+    program = "def square(n): return ''.join({'a', 'b', 'c', 'd', 'e', 'f', 'g'})"
+    tests = "def check(candidate): assert candidate(0) == ''"
+    reasons = {
+        graded(sandbox, program, "def check(candidate): assert not candidate(0), candidate(0)").reason for _ in range(4)
+    }
+    assert len(reasons) == 1
+    assert not graded(sandbox, program, tests).correct

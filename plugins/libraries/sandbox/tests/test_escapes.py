@@ -1,4 +1,4 @@
-"""Nothing gets out of a sandbox: every escape of `escapes.py` is tried as root, where the tests run as root, and as an ordinary user."""
+"""Nothing gets out of a sandbox: every escape of `escapes.py` is tried as root and as an ordinary user."""
 
 import contextlib
 import json
@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,9 @@ def by_an_ordinary_user() -> dict[str, object]:
         return {"executable": sys.executable}
     if not os.path.exists(SYSTEM_PYTHON):
         pytest.skip(f"an ordinary user of this machine has no {SYSTEM_PYTHON}")
-    version = subprocess.run([SYSTEM_PYTHON, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True)
+    version = subprocess.run(
+        [SYSTEM_PYTHON, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True
+    )
     if version.stdout.strip() != str(sys.version_info[:2]):
         pytest.skip(f"{SYSTEM_PYTHON} is another version, which cannot import what is installed here")
     reach = subprocess.run(["ls", *installed(), str(HERE)], user=NOBODY, group=NOBODY, capture_output=True)
@@ -50,7 +51,7 @@ def by_an_ordinary_user() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module", params=["root", "an ordinary user"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, str, str]]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, str]]:
     """Return how each escape ended, and all that it wrote."""
     settings: dict[str, object] = {"executable": sys.executable}
     if request.param == "root" and os.geteuid() != 0:
@@ -76,13 +77,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         command += [f"whet-{os.getpid()}", str(Path(whet_sandbox.__file__).parent)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=240, cwd="/",
-            env={"PYTHONPATH": os.pathsep.join(installed()), "WHET_SECRET": SECRET, "HF_TOKEN": SECRET, "PATH": "/usr/bin:/bin"},
+            env={"PYTHONPATH": os.pathsep.join(installed()), "HF_TOKEN": SECRET, "PATH": "/usr/bin:/bin"},
             **settings,  # type: ignore[call-overload]
         )  # fmt: skip
         left = survivors(before, patience_seconds=5.0)
     assert done.returncode == 0, done.stderr
     assert not left, f"an escape left processes behind: {left}"
-    yield [(f"{why} {code}", stdout, stderr) for why, code, stdout, stderr in json.loads(done.stdout)]
+    return [(f"{why} {code}", stdout, stderr) for why, code, stdout, stderr in json.loads(done.stdout)]
 
 
 @pytest.mark.parametrize("at", range(len(ESCAPES)), ids=[escape.name.replace(" ", "-") for escape in ESCAPES])

@@ -1,4 +1,4 @@
-"""A program in a sandbox always comes to a result that names what it did; a sandbox that breaks raises, and scores nothing."""
+"""A program in a sandbox always comes to a result that names what it did. A sandbox that breaks raises."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ from whet_sandbox.limits import Limits
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.provider import Provider, SandboxBroken
 from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session
-from whet_testing.processes import survivors
 from whet_testing.contracts.workers import wait_until
+from whet_testing.processes import survivors
 
 LIMITS = Limits(cpu_seconds=2.0, wall_seconds=20.0, memory_mib=256)
 ECHO = """
@@ -127,9 +127,14 @@ def test_programs_see_nothing_of_earlier_programs(sandbox: Sandbox) -> None:
 
 def test_a_session_keeps_files_and_ends_processes(sandbox: Sandbox) -> None:
     async def play(session: Session) -> None:
-        assert (await session.run(code="import subprocess; subprocess.Popen(['/bin/sh', '-c', 'sleep 0.2; echo x > late'])")).ok
+        assert (
+            await session.run(code="import subprocess; subprocess.Popen(['/bin/sh', '-c', 'sleep 0.2; echo x > late'])")
+        ).ok
         assert (await session.run(code="open('kept', 'w').write('1')")).ok
-        look = "import time, os; time.sleep(0.5); print(sorted(os.listdir()), len([p for p in os.listdir('/proc') if p.isdigit()]))"
+        look = (
+            "import time, os; time.sleep(0.5)\n"
+            "print(sorted(os.listdir()), len([p for p in os.listdir('/proc') if p.isdigit()]))"
+        )
         assert (await session.run(code=look)).stdout == "['kept', 'main.py'] 1\n"
 
     in_session(sandbox, play)
@@ -380,7 +385,10 @@ def test_many_executions_leave_nothing_behind() -> None:
     mounts, temporary = Path("/proc/self/mounts").read_text(), set(os.listdir("/tmp"))
     before, descriptors = survivors(frozenset()), len(os.listdir("/proc/self/fd"))
     sandbox = Sandbox(Namespaces(NamespacesConfig(at_once=4, warm=4)), LIMITS)
-    code = "import subprocess; subprocess.Popen(['/bin/sleep', '1000'], start_new_session=True); open('/tmp/x', 'w').write('x')"
+    code = (
+        "import subprocess; subprocess.Popen(['/bin/sleep', '1000'], start_new_session=True)\n"
+        "open('/tmp/x', 'w').write('x')"
+    )
 
     async def whole() -> None:
         left = iter(range(count))
@@ -414,8 +422,8 @@ def test_the_filter_is_as_long_as_the_kernel_takes_and_jumps_stay_inside(machine
 def test_a_container_has_no_network_no_rights_and_limits() -> None:
     command = Docker(DockerConfig(runtime="runsc", image="some/image")).command("name", Limits(disk_mib=9, processes=7))
     words = " ".join(command)
-    for wanted in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--pull never",
-                   "--ipc none", "--pids-limit 15", "size=9m", "--runtime runsc", "--memory 1024m"):  # fmt: skip
+    for wanted in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges",
+                   "--pull never", "--ipc none", "--pids-limit 15", "size=9m", "--runtime runsc", "--memory 1024m"):  # fmt: skip
         assert wanted in words
 
 
@@ -423,7 +431,10 @@ def test_a_container_that_cannot_be_started_is_infrastructure(tmp_path: Path) ->
     fails = tmp_path / "docker"
     fails.write_text("#!/bin/sh\necho 'no daemon is running' >&2\nexit 125\n")
     fails.chmod(0o755)
-    for command, reason in ((str(fails), "code 125: no daemon is running"), (str(tmp_path / "absent"), "cannot be started")):
+    for command, reason in (
+        (str(fails), "code 125: no daemon is running"),
+        (str(tmp_path / "absent"), "cannot be started"),
+    ):
         sandbox = Sandbox(Docker(DockerConfig(command=command, warm=0)), LIMITS)
         try:
             with pytest.raises(SandboxBroken, match=reason):

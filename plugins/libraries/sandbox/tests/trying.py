@@ -1,4 +1,4 @@
-"""Try all escapes in sandboxes, and print as JSON what came of each: `python trying.py SECRET PORT UNIX ABSTRACT SOURCE [PYTHON]`."""
+"""Try all escapes in sandboxes, and print as JSON what came of each."""
 
 import asyncio
 import importlib.util
@@ -18,7 +18,8 @@ LIMITS = Limits(cpu_seconds=1.0, wall_seconds=4.0, memory_mib=256, disk_mib=8, d
 def escapes() -> Any:
     """Return the module of escapes, which lies beside this file."""
     spec = importlib.util.spec_from_file_location("escapes", Path(__file__).with_name("escapes.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules["escapes"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

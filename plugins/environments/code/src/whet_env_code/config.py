@@ -1,6 +1,5 @@
 """The config of the environment `code`, and its facts for planning."""
 
-
 from attrs import field, frozen, validators
 
 from whet.component import EnvironmentFacts, Selection
@@ -10,9 +9,9 @@ from whet.data.model_info import ModelInfo
 from whet_data.quoting import template_with
 from whet_sandbox.limits import Limits
 
-TOOL_PROMPT = """You can run Python before you answer. Write code in a block that begins with ```run and ends with ```, as \
-the last thing of your message; you then get its output. Variables are kept. When you are ready, write the whole program \
-in a block that begins with ```python."""
+TOOL_PROMPT = """You can run Python before you answer. Write code in a block that begins with ```run and ends with \
+```, as the last thing of your message; you then get its output. Variables are kept. When you are ready, write the \
+whole program in a block that begins with ```python."""
 
 
 @frozen
@@ -75,5 +74,3 @@ def facts(config: CodeConfig, model: ModelInfo) -> EnvironmentFacts:
     return EnvironmentFacts(
         states_answers=False, splits=tuple(config.dataset) if isinstance(config.dataset, dict) else None
     )
-
-

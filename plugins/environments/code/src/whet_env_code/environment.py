@@ -135,7 +135,11 @@ class Code:
             task, solution = self._task(row), str(row.record.get(self._config.solution) or "")
             before, name = task.data["before"], task.data["name"]
             whole = f"{before}\n\n{solution}" if name and defines(solution, name) else before + solution
-            return (await self._verdict(whole, task)).reason if solution else f"there is no field {self._config.solution!r}"
+            return (
+                (await self._verdict(whole, task)).reason
+                if solution
+                else f"there is no field {self._config.solution!r}"
+            )
 
         async def grade_all() -> dict[str, str]:
             rows = [row for row in read(file) if not row.problem and self._is_task(row)]
@@ -206,7 +210,7 @@ def _tests(row: Row, field: str) -> str:
 def _cases(row: Row, field: str) -> list[dict[str, str]]:
     value = row.record.get(field)
     try:
-        held = json.loads(value) if isinstance(value, str) else value
+        held: Any = json.loads(value) if isinstance(value, str) else value
         inputs, outputs = held["inputs"], held["outputs"]
         pairs = [{"input": str(one), "output": str(other)} for one, other in zip(inputs, outputs, strict=True)]
     except (ValueError, KeyError, TypeError) as error:

@@ -5,8 +5,8 @@
                       9 == 9        <-  {"value": 9}        <-  9
     {"passed": 1, "total": 1}       ->
 
-The program sees the arguments of a call, and nothing else of the tests: neither their text nor what they expect. What it
-prints, how it exits and what it does to its interpreter cannot become a passed test.
+The program sees the arguments of a call, and nothing else of the tests: neither their text nor what they expect. What
+it prints, how it exits and what it does to its interpreter cannot become a passed test.
 """
 
 import json
@@ -22,7 +22,9 @@ from whet_sandbox.gate import Gate
 from whet_sandbox.limits import Limits
 from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session
 
-_INSIDE: Final = {name: files("whet_env_code.inside").joinpath(f"{name}.py").read_text() for name in ("plain", "server", "tests")}
+_INSIDE: Final = {
+    name: files("whet_env_code.inside").joinpath(f"{name}.py").read_text() for name in ("plain", "server", "tests")
+}
 _CHECK: Final = re.compile(r"^def check\(", re.MULTILINE)
 _MOST_CALLS: Final = 100_000
 _TESTS: Final = Limits(cpu_seconds=60.0, wall_seconds=600.0, memory_mib=1024)
@@ -72,7 +74,11 @@ class Grader:
         order = {"before": before, "setup": setup, "tests": tests, "name": name, "every": self._every}
         order["check"] = _CHECK.search(tests) is not None
         helper = {"plain.py": _INSIDE["plain"]}
-        async with self._gate.place(), self._sandbox.session() as one, self._sandbox.session(_tests(self._sandbox)) as other:
+        async with (
+            self._gate.place(),
+            self._sandbox.session() as one,
+            self._sandbox.session(_tests(self._sandbox)) as other,
+        ):
             program_side = _ProgramSide(one, self._sandbox.limits.wall_seconds)
             try:
                 await other.start(code=_INSIDE["tests"], files=helper)
@@ -94,12 +100,16 @@ class Grader:
             left = limits.wall_seconds
             for number, case in enumerate(cases):
                 began = time.monotonic()
-                result = await session.run(code=program, stdin=case["input"], limits=evolve(limits, wall_seconds=max(left, 0.01)))
+                result = await session.run(
+                    code=program, stdin=case["input"], limits=evolve(limits, wall_seconds=max(left, 0.01))
+                )
                 left -= time.monotonic() - began
                 if result.ok and _same_text(result.stdout, case["output"]):
                     passed += 1
                     continue
-                wrong = f"case {number}: " + (f"wrong output {result.stdout!r:.{_LAST_WORDS}}" if result.ok else described(result))
+                wrong = f"case {number}: " + (
+                    f"wrong output {result.stdout!r:.{_LAST_WORDS}}" if result.ok else described(result)
+                )
                 reason = reason or wrong
                 if not self._every or left <= 0:
                     break
@@ -176,5 +186,3 @@ def _words(answer: bytes) -> str:
 
 def _same_text(one: str, other: str) -> bool:
     return [line.rstrip() for line in one.strip().split("\n")] == [line.rstrip() for line in other.strip().split("\n")]
-
-

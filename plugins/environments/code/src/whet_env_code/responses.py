@@ -1,4 +1,7 @@
-"""Find the program in what a model wrote. The text is hostile: it is searched in time linear in its length, and never parsed."""
+"""Find the program in what a model wrote.
+
+The text is hostile: it is searched in time linear in its length, and never parsed.
+"""
 
 import re
 
@@ -56,7 +59,12 @@ def program_in(text: str, before: str, name: str) -> str:
 
 def defines(code: str, name: str) -> bool:
     """Return whether code defines a function, a class or a variable of a name, at its outermost level."""
-    return re.search(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*=", code, re.MULTILINE) is not None
+    return (
+        re.search(
+            rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{re.escape(name)}\b|^{re.escape(name)}[ \t]*=", code, re.MULTILINE
+        )
+        is not None
+    )
 
 
 def tool_call(text: str) -> str | None:

@@ -10,7 +10,7 @@ _WARM = between(0, PROCESSES)
 
 @frozen
 class NamespacesConfig:
-    """Sandboxes from namespaces of the kernel, Landlock and a filter of system calls. They need no daemon and no root."""
+    """Sandboxes from namespaces, Landlock and a filter of system calls. They need no daemon and no root."""
 
     at_once: int = field(default=16, validator=_AT_ONCE)
     """Most sandboxes at a time. Other programs wait."""
@@ -26,7 +26,7 @@ class NamespacesConfig:
 
 @frozen
 class DockerConfig:
-    """Sandboxes in containers, by the command line of Docker or Podman. For machines that forbid namespaces to users."""
+    """Containers, by the command line of Docker or Podman. For machines that forbid namespaces to users."""
 
     image: str = field(default="python:3.11-slim", validator=validators.min_len(1))
     """The image. It must be on the machine and have Python 3.11 or newer; it is never pulled."""

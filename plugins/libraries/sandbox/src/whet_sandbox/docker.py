@@ -1,7 +1,7 @@
 """The provider `docker`: a container for each sandbox, by the command line of Docker or Podman.
 
-The container has no network, no capabilities, a read-only root, and limits of its own. Inside it the same supervisor runs
-as process 1, with the same limits for each program, Landlock and the filter of system calls.
+The container has no network, no capabilities, a read-only root, and limits of its own. Inside it the same supervisor
+runs as process 1, with the same limits for each program, Landlock and the filter of system calls.
 """
 
 import secrets
@@ -18,7 +18,9 @@ from whet_sandbox.limits import Limits
 from whet_sandbox.provider import SandboxBroken
 
 _HERE: Final = Path(__file__).parent
-_PROGRAM: Final = "import sys; sys.path.append('/supervisor'); from whet_sandbox.isolation import contained; contained.main()"
+_PROGRAM: Final = (
+    "import sys; sys.path.append('/supervisor'); from whet_sandbox.isolation import contained; contained.main()"
+)
 _USER: Final = 64_534
 _MOST_WORDS: Final = 2000
 _CLOSE_SECONDS: Final = 20.0
@@ -58,7 +60,11 @@ class Docker:
         ours, theirs = socket.socketpair()
         try:
             process = subprocess.Popen(
-                self.command(name, limits), stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True
+                self.command(name, limits),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
         except OSError as error:
             ours.close()

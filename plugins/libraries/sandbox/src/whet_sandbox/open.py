@@ -31,5 +31,3 @@ def why_not(chosen: Selection) -> str:
         finally:
             sandbox.close()
     return _REASONS[key]
-
-

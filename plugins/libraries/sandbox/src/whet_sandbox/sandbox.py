@@ -8,9 +8,9 @@
         await session.run(code="open('a', 'w').write('x')")
         result = await session.run(["/bin/cat", "a"])
 
-A program never fails a call: whatever it does, there is a `Result` that names it, within the deadline. `SandboxBroken` is
-raised where the sandbox itself failed; then nothing is known about the program. There is no way to run a program without
-all walls: where the machine cannot build one of them, every call raises.
+A program never fails a call: whatever it does, there is a `Result` that names it, within the deadline. `SandboxBroken`
+is raised where the sandbox itself failed; then nothing is known about the program. There is no way to run a program
+without all walls: where the machine cannot build one of them, every call raises.
 """
 
 import asyncio

@@ -1,14 +1,15 @@
-"""The Python tool: run pieces of code one after another in one set of names, and show the value of a last expression."""
+"""The Python tool: run pieces of code in one set of names, and show the value of a last expression."""
 
 import ast
 import json
 import sys
 import traceback
+from typing import Any
 
 
-def main():  # type: ignore[no-untyped-def]
+def main() -> None:
     """Run code until nobody sends any."""
-    names = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     with open(3) as questions, open(4, "w") as answers:
         for line in questions:
             try:
@@ -22,11 +23,13 @@ def main():  # type: ignore[no-untyped-def]
             print("done", file=answers, flush=True)
 
 
-def _run(code, names):  # type: ignore[no-untyped-def]
+def _run(code: str, names: dict[str, Any]) -> None:
     tree = ast.parse(code, "tool.py")
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     exec(compile(tree, "tool.py", "exec"), names)
-    if last is not None:
+    if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), "tool.py", "eval"), names)
         if value is not None:
             print(repr(value))

@@ -2,13 +2,17 @@
 
     None, bool, int, str, list       as in JSON
     float                            {"f": repr}, so that nan and inf cross, too
-    bytes, complex, tuple, set, frozenset, dict       {"b": hex}, {"c": [..]}, {"t": [..]}, {"s": [..]}, {"z": [..]}, {"d": [[k, v], ..]}
+    bytes, complex, tuple            {"b": hex}, {"c": [..]}, {"t": [..]}
+    set, frozenset, dict             {"s": [..]}, {"z": [..]}, {"d": [[key, value], ..]}
 
 A value of a subclass crosses as its plain class: no method of a program's own class ever runs beside the tests.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
 
-def packed(value):  # type: ignore[no-untyped-def]
+
+def packed(value: Any) -> Any:
     """Return a value as JSON holds it. Raises `TypeError` for what is no plain data."""
     if value is None or value is True or value is False:
         return value
@@ -18,7 +22,7 @@ def packed(value):  # type: ignore[no-untyped-def]
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def unpacked(held):  # type: ignore[no-untyped-def]
+def unpacked(held: Any) -> Any:
     """Return the value. Raises `ValueError` or `TypeError` where it is none."""
     if isinstance(held, list):
         return [unpacked(item) for item in held]
@@ -28,11 +32,11 @@ def unpacked(held):  # type: ignore[no-untyped-def]
     return _UNPACKERS[tag](inner)
 
 
-def _items(values):  # type: ignore[no-untyped-def]
+def _items(values: Iterable[Any]) -> list[Any]:
     return [packed(item) for item in values]
 
 
-_PACKERS = (
+_PACKERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, lambda value: int.__int__(value)),
     (float, lambda value: {"f": float.__repr__(value)}),
     (str, lambda value: str.__str__(value)),
@@ -44,7 +48,7 @@ _PACKERS = (
     (frozenset, lambda value: {"z": _items(frozenset.__iter__(value))}),
     (dict, lambda value: {"d": [[packed(key), packed(item)] for key, item in dict.items(value)]}),
 )
-_UNPACKERS = {
+_UNPACKERS: dict[str, Callable[[Any], Any]] = {
     "f": float,
     "b": bytes.fromhex,
     "c": lambda held: complex(*map(unpacked, held)),

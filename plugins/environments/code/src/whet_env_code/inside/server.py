@@ -1,16 +1,20 @@
-"""Beside the program: call its functions for the tests, which are elsewhere. Nothing here is trusted: the program can change it all."""
+"""Beside the program: call its functions for the tests, which are elsewhere.
+
+Nothing here is trusted: the program can change it all.
+"""
 
 import json
 import sys
+from typing import Any
 
-import plain
+import plain  # type: ignore[import-not-found]  # it lies beside this file in the sandbox
 
 sys.set_int_max_str_digits(0)
 
 
-def main():  # type: ignore[no-untyped-def]
+def main() -> None:
     """Load the program at the first question, and answer calls of its functions from then on."""
-    names = {"__name__": "program", "__builtins__": __builtins__}
+    names: dict[str, Any] = {"__name__": "program", "__builtins__": __builtins__}
     with open(3) as questions, open(4, "w") as answers:
         for line in questions:
             try:
@@ -21,7 +25,7 @@ def main():  # type: ignore[no-untyped-def]
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def _answer(question, names):  # type: ignore[no-untyped-def]
+def _answer(question: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     if "call" not in question:
         with open("program.py") as file:
             source = file.read()

@@ -1,7 +1,8 @@
-"""In a sandbox of their own: run the tests of a task. A call of the program's function becomes a question to the driver.
+"""In a sandbox of their own: run the tests of a task. A call of the program's function is a question to the driver.
 
     order     {"before": code, "setup": code, "tests": code, "name": "f", "check": true, "every": true}
-    answers   {"call": "f", "arguments": [..], "keywords": {..}} as often as needed, then {"passed": 3, "total": 4, "failed": "..."}
+    answers   {"call": "f", "arguments": [..], "keywords": {..}} as often as needed, then
+              {"passed": 3, "total": 4, "failed": "..."}
 
 Each `assert` that runs counts. Without `every` the first that fails ends the tests.
 """
@@ -10,8 +11,10 @@ import ast
 import builtins
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
-import plain
+import plain  # type: ignore[import-not-found]  # it lies beside this file in the sandbox
 
 sys.set_int_max_str_digits(0)
 WORDS = 300
@@ -21,21 +24,21 @@ class Stop(BaseException):
     """Ends the tests at the first that fails."""
 
 
-class Gone(Exception):
+class Gone(Exception):  # noqa: N818 - it says what happened
     """The program does not run any more, so that no test of it can pass."""
 
 
 class Tally:
     """Counts the asserts of the tests."""
 
-    def __init__(self, every):  # type: ignore[no-untyped-def]
+    def __init__(self, every: bool) -> None:
         self.every, self.passed, self.total, self.failed = every, 0, 0, ""
 
-    def succeed(self):  # type: ignore[no-untyped-def]
+    def succeed(self) -> None:
         """Count an assert that held."""
         self.passed, self.total = self.passed + 1, self.total + 1
 
-    def fail(self, source, error):  # type: ignore[no-untyped-def]
+    def fail(self, source: str, error: Exception) -> None:
         """Count an assert that did not hold."""
         self.total += 1
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -47,23 +50,25 @@ class Tally:
 class Counting(ast.NodeTransformer):
     """Rewrites `assert x` as `try: assert x` with a call of the tally."""
 
-    def __init__(self):  # type: ignore[no-untyped-def]
+    def __init__(self) -> None:
         self.asserts = 0
 
-    def visit_Assert(self, node):  # type: ignore[no-untyped-def]
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
         """Return the statement that counts."""
         self.asserts += 1
-        counted = ast.parse("try: pass\nexcept Exception as _error: _tally.fail(_source, _error)\nelse: _tally.succeed()").body[0]
-        counted.body = [node]
-        counted.handlers[0].body[0].value.args[0] = ast.Constant(ast.unparse(node))
+        failed = ast.parse("_tally.fail(_source, _error)").body[0]
+        assert isinstance(failed, ast.Expr) and isinstance(failed.value, ast.Call)  # noqa: PT018 - no test
+        failed.value.args[0] = ast.Constant(ast.unparse(node))
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_error", [failed])
+        counted = ast.Try([node], [handler], ast.parse("_tally.succeed()").body, [])
         return ast.copy_location(counted, node)
 
 
-def main():  # type: ignore[no-untyped-def]
+def main() -> None:
     """Read the order, run the tests, and answer how they came out."""
     with open(3) as questions, open(4, "w") as answers:
 
-        def ask(call):  # type: ignore[no-untyped-def]
+        def ask(call: dict[str, Any]) -> Any:
             print(json.dumps(call), file=answers, flush=True)
             return json.loads(questions.readline())
 
@@ -71,7 +76,7 @@ def main():  # type: ignore[no-untyped-def]
         tally = Tally(order["every"])
         code = Counting()
         tree = ast.fix_missing_locations(code.visit(ast.parse(order["tests"])))
-        names = {"__name__": "tests"}
+        names: dict[str, Any] = {"__name__": "tests"}
         _define(order["before"], names)
         exec(compile(order["setup"], "setup", "exec"), names)
         called = [order["name"]] if order["name"] else _undefined(tree, names)
@@ -90,7 +95,7 @@ def main():  # type: ignore[no-untyped-def]
         questions.readline()
 
 
-def _define(before, names):  # type: ignore[no-untyped-def]
+def _define(before: str, names: dict[str, Any]) -> None:
     """Define what stands before the program: helper functions and imports that the tests may use, too."""
     for end in ("", "\n    pass\n"):  # the head of a function may lack a body
         try:
@@ -101,20 +106,25 @@ def _define(before, names):  # type: ignore[no-untyped-def]
         return
 
 
-def _undefined(tree, names):  # type: ignore[no-untyped-def]
+def _undefined(tree: ast.AST, names: dict[str, Any]) -> list[str]:
     """Return the functions that the tests call by name and nobody defines."""
     called = [n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    stored |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    stored |= {(a.asname or a.name).partition(".")[0] for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    stored |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    stored |= {
+        (a.asname or a.name).partition(".")[0]
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+        for a in n.names
+    }
     known = {*names, *stored, *dir(builtins)}
     return [name for name in dict.fromkeys(called) if name not in known]
 
 
-def _stub(name, ask):  # type: ignore[no-untyped-def]
+def _stub(name: str, ask: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
     """Return a function that stands for one of the program."""
 
-    def function(*arguments, **keywords):  # type: ignore[no-untyped-def]
+    def function(*arguments: Any, **keywords: Any) -> Any:
         call = {"call": name, "arguments": [plain.packed(one) for one in arguments]}
         answer = ask({**call, "keywords": {key: plain.packed(one) for key, one in keywords.items()}})
         if type(answer) is not dict:

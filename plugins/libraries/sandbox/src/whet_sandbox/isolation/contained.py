@@ -1,4 +1,4 @@
-"""The supervisor as process 1 of a container, which has built the walls. It speaks with the driver over stdin and stdout."""
+"""The supervisor as process 1 of a container, which has built the walls. Stdin and stdout lead to the driver."""
 
 import os
 import sys

@@ -1,10 +1,10 @@
 """The file system of a sandbox: an empty root in memory, with read-only views of a few folders of the machine.
 
-    /usr /bin /lib /lib64 ...      the machine's, read-only; also the folder of the Python that runs programs
-    /dev/null zero full random urandom
-    /proc                          of the sandbox's own processes, read-only; none where the machine's is masked
-    /box /tmp /dev/shm             writable, in memory, empty, with one limit of bytes and one of files
-    everything else                read-only, in memory, nearly empty
+/usr /bin /lib /lib64 ...      the machine's, read-only; also the folder of the Python that runs programs
+/dev/null zero full random urandom
+/proc                          of the sandbox's own processes, read-only; none where the machine's is masked
+/box /tmp /dev/shm             writable, in memory, empty, with one limit of bytes and one of files
+everything else                read-only, in memory, nearly empty
 """
 
 import os
@@ -93,7 +93,7 @@ def _place(path: str, is_folder: bool) -> None:
 
 
 def mount_proc(folder: str) -> None:
-    """Mount the `/proc` of this process's namespace. Where the machine's own is masked, as in containers, do nothing."""
+    """Mount the `/proc` of this process's namespace, unless the machine's own is masked, as in containers."""
     with suppress(OSError):
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
         kernel.mount("proc", folder, "proc", flags, "subset=pid,hidepid=invisible")

@@ -2,8 +2,8 @@
 
     driver  --settings, socket-->  launcher  --fork-->  supervisor  --fork-->  program
 
-The driver cannot fork by itself: it has threads, open files and secrets. The launcher starts with none of them. It ends,
-with all its sandboxes, when the driver closes the socket or is gone.
+The driver cannot fork by itself: it has threads, open files and secrets. The launcher starts with none of them. It
+ends, with all its sandboxes, when the driver closes the socket or is gone.
 """
 
 import array
@@ -34,11 +34,11 @@ def main(descriptor: int, driver: int) -> None:
     waker = _wakeup()
     running = set[int]()
     while os.getppid() == driver:
-        ready = select.select([orders, waker], [], [], 1.0)[0]
+        ready = select.select([descriptor, waker], [], [], 1.0)[0]
         running -= _reaped()
         if waker in ready:
             os.read(waker, 4096)
-        if orders not in ready:
+        if descriptor not in ready:
             continue
         order, control = _receive(orders)
         if control is None:

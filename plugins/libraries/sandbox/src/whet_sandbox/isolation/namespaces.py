@@ -25,7 +25,7 @@ _INSIDE: Final = 1000
 _SWEEP_SECONDS: Final = 10.0
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - it says what happened
     """A wall could not be built. The message names it."""
 
 

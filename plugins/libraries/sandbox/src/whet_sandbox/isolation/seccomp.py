@@ -1,13 +1,13 @@
 """The filter of system calls of a program: a BPF program that the kernel runs before each call.
 
-    wrong architecture (32-bit calls)     the program is killed
-    numbers above the newest known call   ENOSYS: a later kernel's calls are refused until somebody has looked at them
-    DENIED                                EPERM
-    clone3                                ENOSYS, after which the C library uses clone, whose flags can be looked at
-    clone with a flag of a namespace      EPERM
-    socket, socketpair                    AF_UNIX alone: network namespaces do not cover AF_VSOCK, AF_ALG and others
-    prlimit64, sched_set*                 the calling process alone
-    ioctl                                 no input into terminals
+wrong architecture (32-bit calls)     the program is killed
+numbers above the newest known call   ENOSYS: a later kernel's calls are refused until somebody has looked at them
+DENIED                                EPERM
+clone3                                ENOSYS, after which the C library uses clone, whose flags can be looked at
+clone with a flag of a namespace      EPERM
+socket, socketpair                    AF_UNIX alone: network namespaces do not cover AF_VSOCK, AF_ALG and others
+prlimit64, sched_set*                 the calling process alone
+ioctl                                 no input into terminals
 """
 
 import ctypes

@@ -87,7 +87,7 @@ class Program:
         (self.stdout if name == "stdout" else self.stderr).extend(kept)
         if len(data) > room:
             self.stop("output")
-        return len(data) <= room
+        return bool(len(data) <= room)
 
     def give(self, name: str) -> None:
         """Write what the pipe takes of what waits for it."""
@@ -125,7 +125,7 @@ class Supervisor:
     """Serves one driver over one socket, for one program at a time, until the driver closes it."""
 
     def __init__(self, control: Stream, machine_proc: int, first: FirstProcess | None) -> None:
-        """Take the driver's stream, a descriptor of the machine's `/proc`, and process 1. None: this process is process 1."""
+        """Take the driver's stream, a descriptor of the machine's `/proc`, and process 1. None: this is process 1."""
         self._control, self._proc, self._first = control, machine_proc, first
         self._program: Program | None = None
         self._used = False
@@ -354,7 +354,7 @@ class Supervisor:
     def _receive(self) -> tuple[dict[str, Any], list[bytes]] | None:
         """Wait for a request, and watch a program that answers meanwhile. None: the driver is gone."""
         while (program := self._program) is not None and not program.why:
-            ready = select.select([self._control, program.ended], [], [], _POLL_SECONDS)[0]
+            ready = select.select([self._control.fileno(), program.ended], [], [], _POLL_SECONDS)[0]
             if ready:
                 break
             self._look(program)
