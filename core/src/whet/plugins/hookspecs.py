@@ -70,7 +70,7 @@ def whet_hooks() -> "Iterable[Component]":  # type: ignore[empty-body]
 
 @hookspec
 def whet_sandboxes() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer sandboxes: providers, as in `whet_sandbox.provider`, of places to run programs that nobody has read."""
+    """Offer sandboxes. A sandbox is a place where programs run that a model wrote."""
 
 
 @hookspec(firstresult=True)

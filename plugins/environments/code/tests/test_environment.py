@@ -1,4 +1,4 @@
-"""Episodes of the environment `code`: the program in a response, the tool, data sets, and failures that score nothing."""
+"""Episodes of the environment `code`: programs in responses, the tool, data sets, and failures that score nothing."""
 
 import asyncio
 import gzip
@@ -116,7 +116,7 @@ def test_the_last_turn_is_graded_even_if_it_calls_the_tool(tmp_path: Path) -> No
 
 
 def test_what_the_tool_left_behind_is_not_there_when_the_program_is_graded(tmp_path: Path) -> None:
-    paths, text = ("/box/plain.py", "/tmp/plain.py", "/box/main.py"), "packed = lambda v: True"
+    paths, text = ("/box/program.py", "/tmp/plain.py", "/box/main.py"), "packed = lambda v: True"
     plant = f"```run\nfor path in {paths}: open(path, 'w').write({text!r})\n```"
     assert (
         played(made(tmp_path, SQUARE, turns=2), plant, "```python\ndef square(n): return 0\n```")[0]["correct"] == 0.0

@@ -85,7 +85,7 @@ CHEATS = {
     "raises the end of an iteration": "def square(n): raise StopIteration",
     "raises an interrupt": "def square(n): raise KeyboardInterrupt",
     "changes the comparison": "import builtins, operator\noperator.eq = lambda a, b: True\nbuiltins.isinstance = lambda *a: True\ndef square(n): return 0",
-    "changes the packing": "import plain, json\nplain.packed = lambda v: True\njson.dumps = lambda v: '{\"value\": true}'\ndef square(n): return 0",
+    "changes the packing": "import json\nfrom whet_env_code.inside import plain\nplain.packed = lambda v: True\njson.dumps = lambda v: '{\"value\": true}'\ndef square(n): return 0",
     "traces": "import sys\nsys.settrace(lambda *a: None); sys.setprofile(lambda *a: None)\ndef square(n): return 0",
     "at exit": "import atexit\natexit.register(lambda: print('passed'))\ndef square(n): return 0",
     "reads the tests in its frames": """
@@ -240,17 +240,21 @@ def all_graded(programs: list[str]) -> list[Verdict]:
 
 
 @needs_human_eval
-@pytest.mark.slow
-def test_every_solution_of_human_eval_scores_1_and_every_empty_one_0() -> None:
+def test_every_solution_of_human_eval_scores_1() -> None:
     tasks = human_eval()
     right = all_graded([task["prompt"] + task["canonical_solution"] for task in tasks])
     assert [task["task_id"] for task, verdict in zip(tasks, right, strict=True) if not verdict.correct] == []
-    empty = all_graded([task["prompt"] + "    return None\n" for task in tasks])
-    assert [task["task_id"] for task, verdict in zip(tasks, empty, strict=True) if verdict.correct] == []
 
 
 SWAPS = (("<=", "<"), (" < ", " >= "), (" > ", " <= "), ("==", "!="), (" + ", " - "), (" - ", " + "), ("True", "False"),
          ("return ", "return not "), (" and ", " or "), ("[0]", "[-1]"), ("1", "2"))  # fmt: skip
+
+
+@needs_human_eval
+@pytest.mark.slow
+def test_empty_solutions_of_human_eval_score_0() -> None:
+    empty = all_graded([task["prompt"] + "    return None\n" for task in human_eval()])
+    assert not any(verdict.correct for verdict in empty)
 
 
 @needs_human_eval

@@ -73,7 +73,7 @@ class Grader:
         """
         order = {"before": before, "setup": setup, "tests": tests, "name": name, "every": self._every}
         order["check"] = _CHECK.search(tests) is not None
-        helper = {"plain.py": _INSIDE["plain"]}
+        helper = {"whet_env_code/inside/plain.py": _INSIDE["plain"]}
         async with (
             self._gate.place(),
             self._sandbox.session() as one,

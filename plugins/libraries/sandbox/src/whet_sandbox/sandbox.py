@@ -265,7 +265,7 @@ class Session:
         held = {_checked(path): _bytes(content) for path, content in (files or {}).items()}
         if code is not None:
             held[_MAIN] = _bytes(code)
-            argv = (self._provider.python, "-S", "-s", _MAIN)
+            argv = (self._provider.python, "-s", _MAIN)
         header = {
             "do": do,
             "argv": list(argv),

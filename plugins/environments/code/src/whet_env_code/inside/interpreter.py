@@ -16,8 +16,11 @@ def main() -> None:
                 _run(json.loads(line), names)
             except SystemExit as error:
                 print(f"SystemExit: {error}")
-            except BaseException:
-                traceback.print_exc(limit=-3, file=sys.stdout)
+            except BaseException as error:
+                own = (
+                    error.__traceback__.tb_next.tb_next if error.__traceback__ and error.__traceback__.tb_next else None
+                )
+                traceback.print_exception(type(error), error, own, file=sys.stdout)
             sys.stdout.flush()
             sys.stderr.flush()
             print("done", file=answers, flush=True)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-import plain  # type: ignore[import-not-found]  # it lies beside this file in the sandbox
+from whet_env_code.inside import plain
 
 sys.set_int_max_str_digits(0)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import plain  # type: ignore[import-not-found]  # it lies beside this file in the sandbox
+from whet_env_code.inside import plain
 
 sys.set_int_max_str_digits(0)
 WORDS = 300

@@ -111,7 +111,7 @@ def open_beneath(folder: int, path: str, flags: int, mode: int = 0) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities for ever, and the right to gain some by starting a program."""
+    """Drop all capabilities for ever, and the right to gain some by starting a program."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(_MOST_CAPABILITIES):
         try:

@@ -163,7 +163,7 @@ def _write(path: str, text: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
