@@ -561,7 +561,33 @@ try:
         held.append(os.pipe()); fcntl.fcntl(held[-1][1], 1031, 1 << 20); os.set_blocking(held[-1][1], False); os.write(held[-1][1], bytes(1 << 20))
 except OSError as error: print(len(held), error)""",
     ),
-    ("a crash", "core limit of 0", "^signal -11", "ctypes.string_at(0)"),
+    ("a crash", "core limit of 1", "^signal -11", "ctypes.string_at(0)"),
+    (
+        "a crash for the machine's handler of cores",
+        FILTER,
+        "stopped.*\nstopped.*\nstopped.*\nMax core file size *1 *1 ",
+        """
+no_core = struct.pack('QQ', 0, 1)
+prevented(lambda: call(302, 0, 4, no_core, None), lambda: call(160, 4, no_core))
+try:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print('ESCAPED')
+except (OSError, ValueError) as error:
+    print('stopped', error)
+print(*[line for line in open('/proc/self/limits') if line.startswith('Max core')])""",
+    ),
+    (
+        "what the whole machine has one limit of",
+        FILTER,
+        FORBIDDEN,
+        "prevented(lambda: call(206, 60000, ctypes.byref(ctypes.c_ulong())), lambda: call(294, 0), lambda: call(253), lambda: call(306, 1))",
+    ),
+    (
+        "a lease on a file of the machine",
+        FILTER,
+        FORBIDDEN,
+        "import fcntl; held = open('/usr/bin/env'); prevented(lambda: fcntl.fcntl(held, 1024, 0), lambda: fcntl.fcntl(held, 1026, 1))",
+    ),
+    ("a child of the supervisor", FILTER, FORBIDDEN, "prevented(lambda: call(56, 0x8000 | 17, 0, 0, 0, 0))"),
     (
         "endless recursion",
         LIMIT,

@@ -12,7 +12,7 @@ from whet_sandbox.limits import Limits
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.sandbox import Sandbox
 
-LIMITS = Limits(cpu_seconds=1.0, wall_seconds=2.5, memory_mib=256, disk_mib=8, disk_files=512)
+LIMITS = Limits(cpu_seconds=0.7, wall_seconds=4.0, memory_mib=256, disk_mib=8, disk_files=512)
 
 
 def escapes() -> Any:

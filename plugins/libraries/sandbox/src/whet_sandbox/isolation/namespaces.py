@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -53,7 +54,17 @@ class FirstProcess:
     def sweep(self) -> None:
         """Kill all other processes of the namespace, and wait until they are gone."""
         os.write(self._orders, b"k")
+        deadline = time.monotonic() + _SWEEP_SECONDS
+        while not select.select([self._answers], [], [], 0.01)[0] and time.monotonic() < deadline:
+            self._reap()  # what waits for this process to be reaped is not gone
         self._expect(b"k", "end the other processes")
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid == self.pid:
+                    raise Refused("process 1 of the sandbox has ended")
+                os.waitpid(ended.si_pid, 0)
 
     def end(self) -> None:
         """End the namespace with all its processes. A second call does nothing.

@@ -12,6 +12,7 @@ ioctl                                 no input into terminals
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from whet_sandbox.isolation.kernel import MACHINE, SECCOMP, system_call
@@ -46,6 +47,9 @@ DENIED: Final = {
     "clock_settime": (227, 112), "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443), "iopl": (172, -1), "ioperm": (173, -1),
     "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
+    "sync": (162, 81), "syncfs": (306, 267),
+    # what all processes of a user, or of the machine, share one limit of
+    "inotify_init": (253, -1), "inotify_init1": (294, 26), "io_setup": (206, 0),
     # memory and files that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "mknod": (133, -1), "mknodat": (259, 33),
@@ -56,11 +60,17 @@ DENIED: Final = {
 }  # fmt: skip
 _CLONE3: Final = (435, 435)
 _CLONE: Final = (56, 220)
-_OWN_ALONE: Final = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
+_SET_AFFINITY: Final = (203, 122)
+_PRLIMIT: Final = (302, 261)
+_SETRLIMIT: Final = (160, 164)
 _SOCKETS: Final = {"socket": (41, 198), "socketpair": (53, 199)}
 _IOCTL: Final = (16, 29)
+_FCNTL: Final = (72, 25)
 _INTO_TERMINALS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-_NAMESPACE_FLAGS: Final = 0x7E020080
+_ON_FILES_OF_OTHERS: Final = (1024, 1026)  # F_SETLEASE, F_NOTIFY
+_CLONE_FLAGS: Final = 0x7E028080
+"""Flags of new namespaces, and CLONE_PARENT, by which a process would become a child of the supervisor."""
+_LIMIT_OF_CORES: Final = 4
 _AF_UNIX: Final = 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -88,17 +98,26 @@ def program(machine: str = MACHINE) -> bytes:
         if numbers[column] >= 0:
             code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _EPERM)]
     code += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ENOSYS)]
-    code += _where(_CLONE[column], 0, [(_ANY_BIT, 0, 1, _NAMESPACE_FLAGS), (_RETURN, 0, 0, _EPERM)])
+    code += _where(_CLONE[column], 0, [(_ANY_BIT, 0, 1, _CLONE_FLAGS), (_RETURN, 0, 0, _EPERM)])
     for numbers in _SOCKETS.values():
         code += _where(numbers[column], 0, [(_EQUAL, 1, 0, _AF_UNIX), (_RETURN, 0, 0, _EPERM)])
-    for numbers in _OWN_ALONE.values():
-        code += _where(numbers[column], 0, [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)])
-    tests: list[Instruction] = []
-    for command in _INTO_TERMINALS:
-        tests += [(_EQUAL, 0, 1, command), (_RETURN, 0, 0, _EPERM)]
-    code += _where(_IOCTL[column], 1, tests)
+    itself: list[Instruction] = [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)]
+    code += _where(_SET_AFFINITY[column], 0, itself)
+    # a limit of 1 keeps a crash from the machine's handler of core dumps, which runs as root; a limit of 0 does not
+    code += _where(_PRLIMIT[column], 0, [*itself, (_LOAD, 0, 0, _ARGUMENTS + 8), *_none_of((_LIMIT_OF_CORES,))])
+    code += _where(_SETRLIMIT[column], 0, _none_of((_LIMIT_OF_CORES,)))
+    code += _where(_IOCTL[column], 1, _none_of(_INTO_TERMINALS))
+    code += _where(_FCNTL[column], 1, _none_of(_ON_FILES_OF_OTHERS))
     code += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *one) for one in code)
+
+
+def _none_of(values: Sequence[int]) -> list[Instruction]:
+    """Return code that refuses a call whose loaded argument is one of some values."""
+    code: list[Instruction] = []
+    for value in values:
+        code += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _EPERM)]
+    return code
 
 
 def _where(number: int, argument: int, tests: list[Instruction]) -> list[Instruction]:

@@ -35,7 +35,7 @@ _POLL_SECONDS: Final = 0.05
 _CHUNK: Final = 1 << 16
 ANSWER_IN, ANSWER_OUT = 3, 4
 """The descriptors of a program that answers: it reads questions from the one and writes answers to the other."""
-_COUNTED: Final = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+_COUNTED: Final = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
 """What counts as a process's memory. Pages of files do not: they are the machine's, or the disk's limit holds."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -443,7 +443,7 @@ def _set_limits(limits: dict[str, Any]) -> None:
         ("FSIZE", limits["disk_bytes"], limits["disk_bytes"]),
         ("NOFILE", limits["open_files"], limits["open_files"]),
         ("NPROC", limits["processes"], limits["processes"]),
-        ("CORE", 0, 0),
+        ("CORE", 1, 1),  # see `seccomp`
         ("MEMLOCK", 0, 0),
         ("MSGQUEUE", 0, 0),
         ("SIGPENDING", 64, 64),
