@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -425,6 +426,62 @@ def test_a_container_has_no_network_no_rights_and_limits() -> None:
     wanted = ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--pull never")
     for option in (*wanted, "--ipc none", "--pids-limit 15", "size=9m", "--runtime runsc", "--memory 1024m"):
         assert option in words
+
+
+@pytest.fixture(scope="module")
+def container() -> Iterator[Sandbox]:
+    """The supervisor as process 1 of a container that is no container of Docker's; see `container.sh`."""
+    if shutil.which("unshare") is None or not os.path.exists("/usr/bin/python3"):
+        pytest.skip("there is no unshare or no /usr/bin/python3 to stand in for a container")
+    command = str(Path(__file__).with_name("container.sh"))
+    sandbox = Sandbox(Docker(DockerConfig(command=command, python="/usr/bin/python3", warm=1)), LIMITS)
+    yield sandbox
+    sandbox.close()
+
+
+MUCH_MEMORY = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        data = bytearray(b"x" * (60 << 20)); time.sleep(9)
+time.sleep(9)"""
+AT_PROCESS_1 = """
+import os
+for number in (2, 9, 15, 19, 1, 10):
+    try: os.kill(1, number)
+    except OSError: pass
+try: print(os.readlink("/proc/1/fd/0"), open("/proc/1/mem", "rb"))
+except OSError as error: print("stopped", type(error).__name__)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "stdout"),
+    [
+        ("print(6 * 7)", "exit", "42\n"),
+        ("while True: pass", "cpu", ""),
+        (MUCH_MEMORY, "memory", ""),
+        (AT_PROCESS_1, "exit", "stopped PermissionError\n"),
+        ("import socket; socket.socket(socket.AF_INET); print('ESCAPED')", "exit", ""),
+    ],
+)
+def test_the_supervisor_of_a_container_names_what_a_program_did(
+    container: Sandbox, code: str, why: str, stdout: str
+) -> None:
+    result = run(container, code=code)
+    assert (result.why, result.stdout) == (why, stdout)
+
+
+def test_a_session_in_a_container_keeps_files_and_ends_processes(container: Sandbox) -> None:
+    async def play(session: Session) -> None:
+        await session.start(code=ECHO)
+        await session.ask(b"open('kept', 'w').write('x')")
+        child = b"import subprocess; subprocess.Popen(['/bin/sleep', '1000'], start_new_session=True)"
+        await session.ask(child)
+        assert (await session.stop(collect=["kept"])).files == {"kept": b"x"}
+        look = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and p not in ('1', str(os.getpid()))])"
+        assert (await session.run(code=look)).stdout == "[]\n"
+
+    in_session(container, play)
 
 
 def test_a_container_that_cannot_be_started_is_infrastructure(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ _INSIDE: Final = {
 }
 _CHECK: Final = re.compile(r"^def check\(", re.MULTILINE)
 _MOST_CALLS: Final = 100_000
-_TESTS: Final = Limits(cpu_seconds=60.0, wall_seconds=600.0, memory_mib=1024)
-"""Limits of the tests, which are the data set's: wide, because it is the program that is to be limited."""
 _LAST_WORDS: Final = 300
 
 
@@ -149,8 +147,12 @@ class _ProgramSide:
 
 
 def _tests(sandbox: Sandbox) -> Limits:
-    """Return the limits of the tests: wide ones, with the same disk, which warm sandboxes have already."""
-    return evolve(_TESTS, disk_mib=sandbox.limits.disk_mib, disk_files=sandbox.limits.disk_files)
+    """Return the limits of the tests: wide, because they are the data set's, and the program is to be limited."""
+    given = sandbox.limits
+    return evolve(
+        given, cpu_seconds=10 + 4 * given.cpu_seconds, wall_seconds=60 + 2 * given.wall_seconds,
+        memory_mib=max(1024, given.memory_mib), answer_kib=2 * given.answer_kib,
+    )  # fmt: skip
 
 
 def _verdict(answer: Mapping[str, Any], ended: str) -> Verdict:

@@ -56,11 +56,15 @@ def confine(folders: Sequence[str], own: str) -> None:
     no process outside. Threads that run already are not shut in.
     """
     readable = (*folders, sys.prefix, sys.base_prefix, *file_system.SYSTEM, "/etc", "/proc", own)
-    with suppress(OSError, AttributeError):  # no Linux, or one without them
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        landlock.apply([path for path in readable if path], [own], file_system.DEVICES)
-        if not seccomp.supported():
-            seccomp.apply()
+    if sys.platform != "linux":
+        return
+    for shut in (
+        lambda: kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1),
+        lambda: landlock.apply([path for path in readable if path], [own], file_system.DEVICES),
+        lambda: None if seccomp.supported() else seccomp.apply(),
+    ):
+        with suppress(OSError):  # a kernel without it
+            shut()
 
 
 def _load(target: str, setup: Mapping[str, Any] | None) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from whet_sandbox.isolation import launcher
 launcher.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 _CLOSE_SECONDS: Final = 10.0
+_ORDER_SECONDS: Final = 60.0
 _MOST_WORDS: Final = 2000
 
 
@@ -82,7 +83,7 @@ class Namespaces:
 
     def _start(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._orders.settimeout(_CLOSE_SECONDS)
+        self._orders.settimeout(_ORDER_SECONDS)
         command = [_own_python(), "-I", "-S", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), _PACKAGES]
         with theirs:
             try:

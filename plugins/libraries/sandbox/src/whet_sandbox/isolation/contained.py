@@ -1,10 +1,11 @@
 """The supervisor as process 1 of a container, which has built the walls. Stdin and stdout lead to the driver."""
 
 import os
+import signal
 import sys
 from typing import Final
 
-from whet_sandbox.isolation import frames
+from whet_sandbox.isolation import frames, kernel
 from whet_sandbox.isolation.namespaces import Refused
 from whet_sandbox.isolation.supervisor import Supervisor
 
@@ -35,6 +36,10 @@ def main() -> None:
     try:
         if os.getpid() != 1:
             raise Refused("the supervisor of a container must be its process 1")
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        for number in set(signal.Signals) - {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)  # programs can send them to process 1
         supervisor = Supervisor(control, os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), None)
         supervisor.serve()
     except Exception as error:

@@ -417,7 +417,7 @@ def _become(header: dict[str, Any], theirs: dict[str, int], failing: int, machin
         os.closerange(highest + 1, failing)
         os.closerange(failing + 1, 1 << 20)
         what = "its limits"
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.nice(5)
