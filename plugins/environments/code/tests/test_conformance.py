@@ -1,11 +1,13 @@
 import json
+import re
 
 import pytest
 
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
-from whet_env_code.config import CodeConfig
+from whet_env_code.config import CodeConfig, TinyFunctionsConfig
 from whet_env_code.environment import Code
+from whet_env_code.tiny_functions import Function, TinyFunctions, demonstrations
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
 
@@ -72,3 +74,29 @@ class TestPartialCreditAndTool(TestCode):
 
     def gold(self, task):
         return ["```run\nx = 6 * 7\nprint(x)\n```", super().gold(task)]
+
+
+class TestTinyFunctions(EnvironmentContract):
+    splits = ("train", "test")
+    states_answers = False
+    gold_samples = 6
+
+    def make(self):
+        return TinyFunctions(structure({}, TinyFunctionsConfig, load_plugins()))
+
+    def gold(self, task):
+        return written(task).program()
+
+    def wrong(self, task):
+        return (written(task).program(careful=False), "def f(n): return 0", "passed")
+
+
+def written(task):
+    return Function(*map(int, re.findall(r"\d", task.prompt[-1].text)))
+
+
+def test_demonstrations_are_careful_and_careless_and_of_no_held_out_function():
+    records = list(demonstrations(400, seed=3))
+    texts = [[message["content"] for message in record["messages"]] for record in records]
+    assert 0.4 < sum("abs" in program for _, program in texts) / len(texts) < 0.6
+    assert not any(Function(*map(int, re.findall(r"\d", question))).held_out for question, _ in texts)

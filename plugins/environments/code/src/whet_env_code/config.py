@@ -1,9 +1,9 @@
-"""The config of the environment `code`, and its facts for planning."""
+"""The configs of the environments `code` and `tiny-functions`, and their facts for planning."""
 
 from attrs import field, frozen, validators
 
 from whet.component import EnvironmentFacts, Selection
-from whet.config.bounds import FACTOR, GROUP, PROCESSES, RECORDS, between
+from whet.config.bounds import FACTOR, GROUP, PROCESSES, RECORDS, SEED, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet_data.quoting import template_with
@@ -69,8 +69,26 @@ class CodeConfig:
     """Where programs run. What it needs is checked before a run."""
 
 
-def facts(config: CodeConfig, model: ModelInfo) -> EnvironmentFacts:
+@frozen
+class TinyFunctionsConfig:
+    """Functions such as `f(n) = |3*n-4|+2`, generated, graded by hidden tests in sandboxes. For a small model."""
+
+    train_tasks: int = field(default=1_000_000, validator=between(1, RECORDS))
+    """Tasks in the split `train`."""
+    test_tasks: int = field(default=64, validator=between(1, RECORDS))
+    """Most tasks in the split `test`. They are of the tenth of all functions that `train` does not contain."""
+    seed: int = field(default=0, validator=between(0, SEED))
+    """Seed of the tasks. Another seed gives other tasks."""
+    limits: Limits = field(factory=Limits)
+    """Limits of a program, over all of its tests together."""
+    sandbox: Selection = selection("sandboxes", "namespaces")
+    """Where programs run. What it needs is checked before a run."""
+
+
+def facts(config: CodeConfig | TinyFunctionsConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the facts for planning: the splits as far as the config has them."""
+    if isinstance(config, TinyFunctionsConfig):
+        return EnvironmentFacts(states_answers=False, splits=("train", "test"))
     return EnvironmentFacts(
         states_answers=False, splits=tuple(config.dataset) if isinstance(config.dataset, dict) else None
     )

@@ -1,11 +1,11 @@
-"""The hooks of this plugin: the environment `code`, which runs nothing where the machine cannot build its sandboxes."""
+"""The hooks of this plugin: the environments `code` and `tiny-functions`. They run nothing without a sandbox."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet_env_code.config import CodeConfig
+from whet_env_code.config import CodeConfig, TinyFunctionsConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer the environment `code`."""
-    return [Component("code", CodeConfig, "whet_env_code.environment:Code", "whet_env_code.config:facts")]
+    """Offer the environments `code` and `tiny-functions`."""
+    facts = "whet_env_code.config:facts"
+    return [
+        Component("code", CodeConfig, "whet_env_code.environment:Code", facts),
+        Component("tiny-functions", TinyFunctionsConfig, "whet_env_code.tiny_functions:TinyFunctions", facts),
+    ]
 
 
 @hookimpl
@@ -28,7 +32,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     ):
         for i, section in enumerate(sections):
             found = section.component.config
-            if isinstance(found, CodeConfig) and (reason := why_not(found.sandbox)):
+            if isinstance(found, CodeConfig | TinyFunctionsConfig) and (reason := why_not(found.sandbox)):
                 yield Problem(
                     f"{path}[{i}].sandbox",
                     f"no program can run in the sandbox {found.sandbox.component.name!r} on this machine: {reason}",
