@@ -76,7 +76,7 @@ print('ESCAPED' if private else 'nothing private', private[:3])""",
         r"^\[\]$",
         (
             "os.chdir('/mnt'); os.chdir('../../..'); print(sorted(set(os.listdir('.')) - {'bin', "
-            "'box', 'dev', 'etc', 'lib', 'lib32', 'lib64', 'libx32', 'mnt', 'proc', 'root', 'sbin', 'tmp', 'usr', 'opt', 'home'}))"
+            "'box', 'dev', 'etc', 'lib', 'lib32', 'lib64', 'libx32', 'mnt', 'proc', 'python', 'root', 'sbin', 'tmp', 'usr', 'opt', 'home'}))"
         ),
     ),
     ("write to /usr", READ, READ_ONLY, "open('/usr/x', 'w'); print('ESCAPED')"),

@@ -72,6 +72,19 @@ def test_any_program_of_the_machine_can_run(sandbox: Sandbox) -> None:
     assert run(sandbox, ["/bin/sh", "-c", "echo $HOME; pwd; id -u"]).stdout == "/box\n/box\n1000\n"
 
 
+def test_python_has_its_library_and_no_package_of_the_machine(sandbox: Sandbox) -> None:
+    code = """
+import sys, os, subprocess, sqlite3, zoneinfo, asyncio, decimal, multiprocessing
+print(sys.prefix, [name for name in sys.modules if "certifi" in name or "distutils" in name], callable(exit))
+print([path for path in sys.path if "packages" in path and os.path.isdir(path)])
+print(subprocess.run(["python3", "-c", "print(1)"], capture_output=True, text=True).stdout)
+async def main(): return (await asyncio.create_subprocess_exec("/bin/true")).pid > 0
+print(asyncio.run(main()), multiprocessing.Pool(2).map(abs, [-1, 2]))
+exit(3)"""
+    result = run(sandbox, code=code, limits=Limits(memory_mib=1024))
+    assert (result.stdout, result.exit) == ("/python [] True\n[]\n1\n\nTrue [1, 2]\n", 3), result
+
+
 def test_megabytes_of_input_reach_a_program_that_writes_meanwhile(sandbox: Sandbox) -> None:
     data = os.urandom(1 << 20).hex()
     limits = Limits(output_kib=4096, files_kib=4096, memory_mib=256)

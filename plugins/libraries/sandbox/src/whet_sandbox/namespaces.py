@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from whet_sandbox.config import NamespacesConfig
+from whet_sandbox.isolation.file_system import PYTHON
 from whet_sandbox.limits import Limits
 from whet_sandbox.provider import SandboxBroken
 
@@ -33,8 +34,9 @@ class Namespaces:
     def __init__(self, config: NamespacesConfig) -> None:
         self.at_once, self.warm = config.at_once, config.warm
         own = not config.python
-        self.python = os.path.realpath(_own_python()) if own else config.python
-        prefix = sys.base_prefix if own else str(Path(os.path.realpath(config.python)).parents[1])
+        self.python = f"{PYTHON}/bin/python3"
+        self._real_python = os.path.realpath(_own_python() if own else config.python)
+        prefix = sys.base_prefix if own else str(Path(self._real_python).parents[1])
         installed = [f"{prefix}/bin", f"{prefix}/lib", f"{prefix}/lib64"]
         packages = [os.path.abspath(folder) for folder in config.packages]
         shown = [*installed, *packages, *(os.path.abspath(folder) for folder in config.readable)]
@@ -47,7 +49,8 @@ class Namespaces:
     def open(self, limits: Limits) -> socket.socket:
         """Begin to make a sandbox; see `Provider.open`."""
         order = limits.as_order()
-        message = json.dumps({name: order[name] for name in ("disk_bytes", "disk_files")} | {"folders": self._folders})
+        settings = {name: order[name] for name in ("disk_bytes", "disk_files")}
+        message = json.dumps({**settings, "folders": self._folders, "python": self._real_python})
         ours, theirs = socket.socketpair()
         with theirs:
             try:

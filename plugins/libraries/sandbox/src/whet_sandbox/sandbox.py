@@ -332,7 +332,7 @@ class ProgramEnded(WhetError):  # noqa: N818 - it says what happened
 
 
 _ENVIRONMENT: Final = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PATH": "/python/bin:/usr/local/bin:/usr/bin:/bin",
     "HOME": "/box",
     "TMPDIR": "/tmp",
     "USER": "sandbox",

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from whet_sandbox.isolation import kernel
 
@@ -26,6 +26,8 @@ _TEXTS: Final = {
     "/etc/group": "sandbox:x:1000:\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
 }
+PYTHON: Final = "/python"
+"""A virtual environment without packages, so that no package of the machine's Python runs before a program."""
 _NEW_ROOT: Final = "/tmp"
 _READ_ONLY: Final = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV
 _DEVICE: Final = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC
@@ -60,15 +62,20 @@ def _view(path: str, attributes: int) -> int:
 
 
 def build(
-    trees: Mapping[str, int], links: Mapping[str, str], disk_bytes: int, files: int, mount_proc: Callable[[str], None]
+    trees: Mapping[str, int], links: Mapping[str, str], settings: Mapping[str, Any], mount_proc: Callable[[str], None]
 ) -> None:
-    """Make the root of this process's mount namespace, and move into it. `mount_proc` mounts a `/proc` in a folder."""
+    """Make the root of this process's mount namespace, and move into it.
+
+    :param settings: `disk_bytes`, `disk_files`, and the path of `python`. :param mount_proc: mounts a `/proc`.
+    """
     new = _NEW_ROOT
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("root", new, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
-    for folder in ("/dev", "/etc", "/proc", "/mnt", *WRITABLE):
+    for folder in ("/dev", "/etc", "/proc", "/mnt", f"{PYTHON}/bin", *WRITABLE):
         os.makedirs(new + folder, exist_ok=True)
-    _mount_writable(new, disk_bytes, files)  # first: a folder that is shown may lie below /tmp
+    _mount_writable(
+        new, settings["disk_bytes"], settings["disk_files"]
+    )  # first: a folder that is shown may lie below /tmp
     for path, target in links.items():
         os.symlink(target, new + path)
     for path, tree in trees.items():
@@ -79,6 +86,10 @@ def build(
         with open(new + path, "w") as file:
             file.write(text)
     os.symlink("/proc/self/fd", f"{new}/dev/fd")
+    for name in ("python", "python3"):
+        os.symlink(settings["python"], f"{new}{PYTHON}/bin/{name}")
+    with open(f"{new}{PYTHON}/pyvenv.cfg", "w") as file:
+        file.write(f"home = {os.path.dirname(settings['python'])}\ninclude-system-site-packages = false\n")
     mount_proc(f"{new}/proc")
     os.chdir(new)
     kernel.pivot_root_here()

@@ -157,7 +157,7 @@ def enter(settings: dict[str, Any]) -> FirstProcess:
         what = "the private root"
         if not trees:
             trees, links = file_system.views(folders)
-        file_system.build(trees, links, settings["disk_bytes"], settings["disk_files"], first.mount_proc)
+        file_system.build(trees, links, settings, first.mount_proc)
         what = "the host name"
         socket.sethostname("sandbox")
         what = "giving up capabilities"
