@@ -17,7 +17,7 @@ from whet_sandbox.limits import Limits
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.sandbox import Sandbox
 
-LIMITS = Limits(cpu_seconds=2.0, wall_seconds=8.0, memory_mib=256)
+LIMITS = Limits(cpu_seconds=1.0, wall_seconds=8.0, memory_mib=256)
 TESTS = """
 def check(candidate):
     assert candidate(3) == 9

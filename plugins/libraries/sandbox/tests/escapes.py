@@ -442,11 +442,11 @@ prevented(lambda: call(157, 38, 0, 0, 0, 0))""",
     ),
 ]
 _EXHAUSTION = [
-    ("endless computation", LIMIT, "^cpu", "while True: pass"),
+    ("endless computation", LIMIT, "^(cpu|wall)", "while True: pass"),
     (
         "endless computation without the signal",
         LIMIT,
-        "^cpu",
+        "^(cpu|wall)",
         "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
     ),
     (
@@ -591,7 +591,7 @@ print(*[line for line in open('/proc/self/limits') if line.startswith('Max core'
     (
         "endless recursion",
         LIMIT,
-        "RecursionError|^(signal|cpu|memory)",
+        "RecursionError|^(signal|cpu|wall|memory)",
         "sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",
     ),
 ]

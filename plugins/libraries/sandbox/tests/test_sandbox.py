@@ -25,7 +25,7 @@ from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session
 from whet_testing.contracts.workers import wait_until
 from whet_testing.processes import survivors
 
-LIMITS = Limits(cpu_seconds=2.0, wall_seconds=20.0, memory_mib=256)
+LIMITS = Limits(cpu_seconds=1.0, wall_seconds=60.0, memory_mib=256)
 ECHO = """
 import os
 print("begins", flush=True)
@@ -200,7 +200,7 @@ def test_a_program_that_does_not_answer_is_named(sandbox: Sandbox, question: str
     async def play(session: Session) -> Result:
         await session.start(code=ECHO)
         with pytest.raises(ProgramEnded) as caught:
-            await session.ask(question.encode(), wall_seconds=2.5)
+            await session.ask(question.encode(), wall_seconds=2.0 if why == "wall" else None)
         return caught.value.result
 
     assert in_session(sandbox, play).why == why
@@ -208,10 +208,12 @@ def test_a_program_that_does_not_answer_is_named(sandbox: Sandbox, question: str
 
 def test_a_program_is_watched_while_nobody_asks(sandbox: Sandbox) -> None:
     async def play(session: Session) -> Result:
-        await session.start(code=ECHO)
+        mark = f"spins-{os.getpid()}"
+        await session.start(["/usr/bin/env", "python3", "-c", ECHO, mark])
         spin = "import threading; threading.Thread(target=lambda: exec('while True: pass'), daemon=True).start()"
         await session.ask(spin.encode())
-        await asyncio.sleep(3.0)
+        assert _running(mark)
+        await asyncio.to_thread(wait_until, lambda: not _running(mark), "the program is stopped")
         with pytest.raises(ProgramEnded) as caught:
             await session.ask(b"0")
         return caught.value.result

@@ -18,7 +18,6 @@ Everything else is a failure of the sandbox, the message `broken`.
 """
 
 import os
-import resource
 import select
 import signal
 import stat
@@ -27,14 +26,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, Protocol
 
-from whet_sandbox.isolation import file_system, frames, kernel, landlock, seccomp
+from whet_sandbox.isolation import frames, kernel, landlock
 from whet_sandbox.isolation.file_system import BOX
 from whet_sandbox.isolation.namespaces import FirstProcess, Refused
+from whet_sandbox.isolation.program import CHUNK, Program, become
 
 _POLL_SECONDS: Final = 0.05
-_CHUNK: Final = 1 << 16
-ANSWER_IN, ANSWER_OUT = 3, 4
-"""The descriptors of a program that answers: it reads questions from the one and writes answers to the other."""
 _COUNTED: Final = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
 """What counts as a process's memory. Pages of files do not: they are the machine's, or the disk's limit holds."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -46,79 +43,6 @@ class Stream(Protocol):
     def fileno(self) -> int: ...  # noqa: D102
     def recv(self, size: int, /) -> bytes: ...  # noqa: D102
     def sendall(self, data: bytes, /) -> None: ...  # noqa: D102
-
-
-class Program:
-    """A program under way, with the supervisor's ends of its pipes."""
-
-    def __init__(self, pid: int, limits: dict[str, Any], pipes: dict[str, int], stdin: bytes) -> None:
-        self.pid, self.limits, self.pipes, self.feed = pid, limits, pipes, {"stdin": stdin, "questions": b""}
-        self.ended = os.pidfd_open(pid)
-        self.stdout, self.stderr, self.answers = bytearray(), bytearray(), bytearray()
-        self.written = 0
-        self.why, self.exit = "", 0
-        if not stdin:
-            self.shut("stdin")
-
-    def shut(self, name: str) -> None:
-        """Close one of the pipes."""
-        if name in self.pipes:
-            os.close(self.pipes.pop(name))
-
-    def take(self, name: str) -> bool:
-        """Read what there is in a pipe. Return whether there may be more."""
-        try:
-            data = os.read(self.pipes[name], _CHUNK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            self.shut(name)
-            return False
-        if name == "answers":
-            self.answers += data
-            if len(self.answers) > self.limits["answer_bytes"]:
-                self.stop("answer")
-            return True
-        room = self.limits["output_bytes"] - self.written
-        kept = data[: max(0, room)]
-        self.written += len(kept)
-        (self.stdout if name == "stdout" else self.stderr).extend(kept)
-        if len(data) > room:
-            self.stop("output")
-        return bool(len(data) <= room)
-
-    def give(self, name: str) -> None:
-        """Write what the pipe takes of what waits for it."""
-        try:
-            count = os.write(self.pipes[name], self.feed[name][:_CHUNK])
-            self.feed[name] = self.feed[name][count:]
-        except BlockingIOError:
-            return
-        except OSError:  # the program has closed its end
-            self.feed[name] = b""
-        if name == "stdin" and not self.feed[name]:
-            self.shut(name)
-
-    def stop(self, why: str) -> None:
-        """Kill the program for a reason, unless there is one already."""
-        if not self.why:
-            self.why = why
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.ended, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Take the exit code of the ended program."""
-        _, status, usage = os.wait4(self.pid, 0)
-        self.exit = os.waitstatus_to_exitcode(status)
-        used = usage.ru_utime + usage.ru_stime
-        if not self.why:
-            late = self.exit == -signal.SIGXCPU or (
-                self.exit == -signal.SIGKILL and used >= self.limits["cpu_seconds"] - 0.1
-            )
-            self.why = "cpu" if late else "exit" if self.exit >= 0 else "signal"
-        os.close(self.ended)
 
 
 class Supervisor:
@@ -217,7 +141,7 @@ class Supervisor:
         failed, failing = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
-            _become(header, theirs, failing, self._proc)
+            become(header, theirs, failing, self._proc)
         os.close(failing)
         for descriptor in theirs.values():
             os.close(descriptor)
@@ -397,65 +321,6 @@ def _sweep_as_first() -> None:
             return
 
 
-def _become(header: dict[str, Any], theirs: dict[str, int], failing: int, machine_proc: int) -> NoReturn:
-    """Become the program. What fails on the way is written to the pipe `failing`, and nothing runs."""
-    what = "its descriptors"
-    try:
-        limits = header["limits"]
-        os.setsid()
-        with suppress(OSError):  # the machine's memory runs out: it shall choose a program, and no other process
-            opened = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=machine_proc)
-            os.write(opened, b"1000")
-            os.close(opened)
-        moved = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(theirs.values())]
-        placed = {"stdin": 0, "stdout": 1, "stderr": 2, "questions": ANSWER_IN, "answers": ANSWER_OUT}
-        highest = 2
-        failing = os.dup2(failing, 99, inheritable=False)
-        for name, descriptor in zip(theirs, moved, strict=True):
-            os.dup2(descriptor, placed[name])
-            highest = max(highest, placed[name])
-        os.closerange(highest + 1, failing)
-        os.closerange(failing + 1, 1 << 20)
-        what = "its limits"
-        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.nice(5)
-        _set_limits(limits)
-        os.chdir(BOX)
-        what = "the wall by Landlock"
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        landlock.apply(["/"], list(file_system.WRITABLE), file_system.DEVICES)
-        what = "the filter of system calls"
-        seccomp.apply()
-        what = header["argv"][0]
-        os.execve(header["argv"][0], header["argv"], header["environment"])
-    except BaseException as error:
-        os.write(failing, f"{what}: {type(error).__name__}: {error}".encode())
-    os._exit(127)
-
-
-def _set_limits(limits: dict[str, Any]) -> None:
-    cpu = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000))
-    for name, soft, hard in (
-        ("CPU", cpu, cpu + 1),
-        ("AS", limits["memory_bytes"], limits["memory_bytes"]),
-        ("FSIZE", limits["disk_bytes"], limits["disk_bytes"]),
-        ("NOFILE", limits["open_files"], limits["open_files"]),
-        ("NPROC", limits["processes"], limits["processes"]),
-        ("CORE", 1, 1),  # see `seccomp`
-        ("MEMLOCK", 0, 0),
-        ("MSGQUEUE", 0, 0),
-        ("SIGPENDING", 64, 64),
-        ("STACK", 8 << 20, 8 << 20),
-    ):
-        number = getattr(resource, f"RLIMIT_{name}")
-        _, most = resource.getrlimit(number)
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        resource.setrlimit(number, (soft, hard))
-
-
 def _write_file(path: str, content: bytes) -> None:
     """Write a file of the sandbox's folder, in place of what is there."""
     box = os.open(BOX, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -494,7 +359,7 @@ def _read_file(path: str, most: int) -> bytes | None:
             if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1 or facts.st_size > most:
                 return None
             content = bytearray()
-            while len(content) <= most and (part := file.read(_CHUNK)):
+            while len(content) <= most and (part := file.read(CHUNK)):
                 content += part
     except OSError:
         return None
