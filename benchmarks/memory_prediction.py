@@ -121,7 +121,6 @@ def worker(number: int, folder: Path, rank: str) -> None:
         rank=WorkerRank("backend", int(rank), ranks, threads=1, rendezvous=f"file://{folder}/meet"),
         config={**section, "micro_batch_tokens": tokens},
         model=model,
-        longest=512,
         scratch=str(folder),
     )
     draw = np.random.Generator(np.random.Philox(int(rank)))

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from whet.data.model_info import ModelInfo
+from whet_fsdp2 import attention
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.forecast import formulas, savings
 from whet_fsdp2.trace import trace
@@ -58,6 +59,18 @@ def test_few_layers_predict_what_a_trace_of_all_layers_finds(section: dict[str, 
     assert traced(trace, case(ranks, **section)) == pytest.approx(whole, rel=0.02)
 
 
+def test_on_a_gpu_attention_is_traced_as_the_kernel_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = attention.attend_varlen
+    monkeypatch.setattr(attention, "attend_varlen", lambda *arguments: [real(*arguments), calls.append(1)][0])
+    for dtype, layers in (("bfloat16", 2), ("float32", 0)):
+        calls.clear()
+        one = attrs.evolve(case(dtype=dtype, config={**SHAPE, "num_hidden_layers": 2}), device="gpu")
+        found = trace(one)
+        assert peak(found["backward"]) > peak(found["idle"])
+        assert len(calls) == layers
+
+
 def test_a_trace_leaves_no_process_group() -> None:
     import torch.distributed as dist
 
@@ -72,6 +85,15 @@ def test_ranks_share_out_weights_and_checkpointing_keeps_fewer_activations() -> 
     assert less["backward"] < 0.7 * traced(trace, case(tokens=4096))["backward"]
 
 
+@pytest.mark.parametrize(("config", "device"), [(SHAPE, "cpu"), (SHAPE, "gpu"), (MOE, "cpu")])
+def test_selective_checkpointing_keeps_less_than_none_and_more_than_full(config: dict[str, Any], device: Any) -> None:
+    kinds, dtype = (False, "selective", True), "bfloat16" if device == "gpu" else "float32"
+    cases = [case(dtype=dtype, config=config, tokens=4096, gradient_checkpointing=kind) for kind in kinds]
+    none, some, least = (traced(trace, attrs.evolve(one, device=device))["backward"] for one in cases)
+    assert least < 0.95 * some
+    assert some < 0.85 * none
+
+
 def test_a_frozen_model_holds_its_weights_alone() -> None:
     frozen = attrs.evolve(case(), trained=False)
     found = traced(trace, frozen)
@@ -79,7 +101,7 @@ def test_a_frozen_model_holds_its_weights_alone() -> None:
     assert set(found) == {"score", "idle"}
 
 
-@pytest.mark.parametrize("section", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("section", [{"gradient_checkpointing": kind} for kind in (False, "selective", True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_formulas_come_near_a_trace(section: dict[str, Any], dtype: str) -> None:
     one = case(dtype=dtype, tokens=4096, **section)
@@ -87,6 +109,15 @@ def test_formulas_come_near_a_trace(section: dict[str, Any], dtype: str) -> None
     assert closed["train"].device == pytest.approx(max(found["forward"], found["backward"]), rel=0.4)
     assert closed["optimizer"].device == pytest.approx(found["optimizer"], rel=0.05)
     assert closed["idle"].device == pytest.approx(found["idle"], rel=0.05)
+
+
+def test_an_offloaded_optimizer_leaves_the_gpu_its_weights_gradients_and_one_part_of_the_state() -> None:
+    large = {**SHAPE, "num_hidden_layers": 200}
+    gpu = attrs.evolve(case(dtype="bfloat16", config=large, offload_optimizer=True), device="gpu")
+    found, count = formulas(gpu), counted(large)
+    assert found["idle"].device == pytest.approx(2 * count, rel=0.01)
+    assert found["optimizer"].device == pytest.approx(6 * count + 12 * 64 * 2**20, rel=0.01)
+    assert found["train"].device < formulas(attrs.evolve(gpu, settings=case().settings))["train"].device - 11 * count
 
 
 def test_every_saving_lowers_the_trace_or_leaves_it_and_none_is_already_set() -> None:

@@ -64,9 +64,11 @@ class WeightGroup:
 class OptimizerConfig:
     """AdamW or Muon on float32 weights."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else:
-    embeddings, heads, norms, biases, and experts that are stacked in one tensor."""
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw`: AdamW for all weights. `adamw_8bit`: AdamW whose two moments have 8 bits, by the package `bitsandbytes`
+    (Dettmers et al. 2021, arXiv:2110.02861); those of weights below 4096 numbers keep float32. `muon`: Muon for the
+    matrices in the layers, AdamW for everything else: embeddings, heads, norms, biases, and experts that are stacked in
+    one tensor."""
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
@@ -180,8 +182,15 @@ class Fsdp2Config:
     else `padded`; the backend tests this when it loads the model."""
     logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
     """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """`true`: keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower.
+    `selective`: keep results of matrix products and of attention too, and recompute what is cheap: between the two."""
+    kernels: tuple[Literal["liger"], ...] = ()
+    """Kernels of other packages for GPUs. `liger`: RMS norms, rotations and SwiGLU of `liger-kernel`, which must be
+    installed. When the model is loaded they are compared with its own code."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in host memory, and on one rank in bfloat16 the float32 weights too. Each step
+    brings them to the GPU part by part. Numbers are bitwise the same; a step takes the time of the copies longer."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
     lora: LoraConfig | None = None
@@ -233,6 +242,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
     trace, why = ("", "adapters are not traced yet") if config.lora else ("whet_fsdp2.trace:trace", "")
+    if config.optimizer.kind == "adamw_8bit" or config.offload_optimizer:
+        trace, why = "", "moments of 8 bits or in host memory are not traced"
     return Forecast(settings, model, formulas, tokens, trace, why, savings, partial(sizes, config))
 
 
@@ -262,14 +273,15 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         held = 16 * adapter_parameters(config.lora, model)
         yield MemoryTerm("the adapter, its gradients and moments in float32", held, change="lower backend.lora.rank")
     elif trained:
-        yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
+        # On one rank in bfloat16 a copy computes, so the float32 weights can be elsewhere.
+        apart = config.offload_optimizer and low and ranks == 1
+        yield MemoryTerm(
+            f"weights in float32{over}", 4 * count // ranks, place="host" if apart else "", change=spread
+        )  # fmt: skip
         yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
-        matrices = _matrices(config, model)
-        moments = f"AdamW's two moments in float32{over}"
-        if matrices:
-            yield MemoryTerm(f"Muon's momentum in float32{over}", 4 * matrices // ranks, change=spread)
-            moments = f"AdamW's two moments of the other weights in float32{over}"
-        yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
+        place: Literal["", "host"] = "host" if config.offload_optimizer else ""
+        for what, size in _moments(config, model):
+            yield MemoryTerm(f"{what}{over}", size // ranks, place=place, change=spread)
     else:
         yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
     if low and trained and ranks == 1 and config.lora is None:
@@ -284,6 +296,19 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
 
 
+def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]:
+    """Yield the moments of the optimizer of all ranks, and their bytes."""
+    if config.optimizer.kind == "adamw_8bit":
+        yield "AdamW's two moments in 8 bits", 2 * model.parameters + 8 * model.parameters // 256
+        return
+    # Muon trains all matrices in the layers. Their norms are counted as well.
+    matrices = model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
+    if matrices:
+        yield "Muon's momentum in float32", 4 * matrices
+    of = " of the other weights" if matrices else ""
+    yield f"AdamW's two moments{of} in float32", 8 * (model.parameters - matrices)
+
+
 def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
     """Return the number of parameters of an adapter of all linear layers of a dense decoder, estimated from its config.
     0: the adapter is of other layers, or the config does not state their sizes.
@@ -295,11 +320,6 @@ def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
     head = found.get("head_dim") or hidden // heads
     attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
     return int(config.rank * found.get("num_hidden_layers", 0) * (attention + 3 * (hidden + mlp)))
-
-
-def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
-    """Return the number of parameters that Muon trains, norms of the layers counted as well: all in the layers."""
-    return model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

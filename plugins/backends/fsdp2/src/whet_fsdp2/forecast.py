@@ -4,7 +4,8 @@ The formulas serve where a trace is not worth its seconds, or not possible. They
 size H, feed-forward size I, bytes b of a number in the forward pass (fitted to traces of Qwen2, Qwen3 and Llama):
 
     without checkpointing   2 b (4 I + 11 H) / 2 ...... kept from the forward pass to the backward pass
-    with checkpointing      b H                         and the whole of one layer, twice: values and gradients
+    selective               b (2 I + 6 H)               and the whole of one layer, twice: values and gradients
+    with checkpointing      b H                         the same
 """
 
 from whet.component import MemoryTerm
@@ -44,7 +45,7 @@ def formulas(case: Case) -> Peaks:
     }
     if case.trained:
         peaks["train"] = Peak(held + max(head, activations(case, config)))
-        peaks["optimizer"] = Peak(idle + gradients)
+        peaks["optimizer"] = Peak(idle + gradients + _brought(case, terms))
     else:
         peaks["score"] = Peak(idle + passing + max(head, _layer(case, kept=False)))
     return peaks  # type: ignore[return-value]  # the keys are phases
@@ -55,7 +56,9 @@ def activations(case: Case, config: Fsdp2Config) -> int:
     layers, number = _count(case.model, "num_hidden_layers"), 2 if case.model.dtype == "bfloat16" else 4
     if not config.gradient_checkpointing:
         return layers * _layer(case, kept=True)
-    return layers * number * case.tokens * _count(case.model, "hidden_size") + 2 * _layer(case, kept=True)
+    hidden = _count(case.model, "hidden_size")
+    per_token = 2 * _mlp_size(case.model) + 6 * hidden if config.gradient_checkpointing == "selective" else hidden
+    return layers * number * case.tokens * per_token + 2 * _layer(case, kept=True)
 
 
 def _layer(case: Case, kept: bool) -> int:
@@ -78,6 +81,14 @@ def _is_held(term: MemoryTerm, gpu: bool) -> bool:
     return term.when == "working" and (term.place == "" or (gpu and term.place == "gpu"))
 
 
+def _brought(case: Case, terms: list[MemoryTerm]) -> int:
+    """Return the bytes of the largest part of the state in host memory that a step brings to the device."""
+    away = sum(term.bytes for term in terms if term.place == "host" and term.when == "working")
+    shards = max(1, case.sizes.shards * case.sizes.tensor)
+    largest = max(BUCKET_BYTES // 4, case.model.vocab_size * _count(case.model, "hidden_size") // shards)
+    return min(away, away * largest * shards // max(1, case.model.parameters))
+
+
 def savings(case: Case) -> tuple[Saving, ...]:
     """Return the changes of this section that can lower the peak, the cheapest first."""
     config = structure(dict(case.settings), Fsdp2Config, None)
@@ -85,7 +96,11 @@ def savings(case: Case) -> tuple[Saving, ...]:
     if case.trained and not config.reshard_after_forward and case.sizes.shards > 1:
         found.append(Saving("reshard_after_forward", True, "each layer is gathered once more"))
     if case.trained and not config.gradient_checkpointing:
+        found.append(Saving("gradient_checkpointing", "selective", "norms and activations are computed again"))
+    if case.trained and config.gradient_checkpointing is not True:
         found.append(Saving("gradient_checkpointing", True, "a third more time of each training step"))
+    if case.trained and case.device == "gpu" and not config.offload_optimizer and config.lora is None:
+        found.append(Saving("offload_optimizer", True, "each step copies its state from the host and back"))
     least = max(512, case.longest if case.longest < case.tokens else 0)
     if (half := config.micro_batch_tokens // 2) >= least:
         found.append(Saving("micro_batch_tokens", half, "smaller passes, which use a device less well"))

@@ -232,7 +232,7 @@ class AdapterWeights(PolicyWeights):
     def __init__(self, root: AnyRoot, adapters: Adapters, ranks: int = 1, averaged: float = 1) -> None:
         """`averaged`: the factor of the objective that stands for the mean which FSDP2 takes over its gradients."""
         self.root, self.adapters, self._ranks, self._averaged = root, adapters, ranks, averaged
-        self._low = []
+        self._low = {}
         self.masters: dict[str, Tensor] = dict(adapters.parameters())
         self.trained = self.masters
 

@@ -7,6 +7,7 @@ built from `config.json` on the meta device, and shortcuts are applied without a
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,13 @@ from torch import Tensor, nn
 from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, norms
+from whet_fsdp2 import attention, norms, varlen
+from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.layout import Layout
-from whet_fsdp2.loading import enable_checkpointing
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
-from whet_fsdp2.portable import attend_rows
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import sharding
@@ -35,7 +35,7 @@ from whet_memory.timelines import Timeline
 from whet_ops import logprobs
 
 ROWS = "whet_packed_rows"
-"""The attention of GPUs: PyTorch's own function for every block."""
+"""The attention of GPUs."""
 CPU = torch.device("cpu")
 
 
@@ -151,7 +151,7 @@ def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyR
     if config.layout != "padded":
         _use_packed(model, config.layout, case.device == "gpu")
     if trained and config.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, config.gradient_checkpointing)
     if not trained:
         model.requires_grad_(False)
     return root
@@ -201,13 +201,15 @@ def _rows_attention(
     dropout: float = 0.0, *, whet_plan: Any, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return what `attention.packed_attention` computes on a GPU."""
-    attention.refuse_unsupported(whet_plan, query, value, mask, dropout, more)
+    attention.refuse_unsupported(query, value, mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    kernel = varlen.of_torch()[0] if q.dtype in varlen.HALVES else None
+    attend = partial(attention.attend_elsewhere, plan=whet_plan, scale=scale, window=None, kernel=kernel)
     if (piece := whet_plan.piece) is None:
-        return attend_rows(q, k, v, whet_plan.for_rows(CPU), scale)[None], None
+        return attend(q, k, v)[None], None
     q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
-    return piece.to_tokens(attend_rows(q, k, v, whet_plan.for_rows(CPU), scale))[None], None
+    return piece.to_tokens(attend(q, k, v))[None], None
 
 
 def _hasten_norms(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The weights of a policy on one rank: float32 masters, and the copies for the forward pass."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class PolicyWeights:
     ) -> None:
         """`low_precision`: hold copies in bfloat16 for the forward pass. `compute`: the dtype of the forward pass."""
         self.root, self._ranks, self._compute = root, ranks, compute
-        self._low: list[tuple[nn.Parameter, Tensor]] = []
+        self._low: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.masters: dict[str, Tensor] = {}
         """This rank's shards, of all weights."""
         self._kept = kept_in_float32(root.model)
@@ -35,7 +35,7 @@ class PolicyWeights:
                 parameter.data = parameter.data.to(torch.bfloat16)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_add_into(master))
-                self._low.append((parameter, master))
+                self._low[name] = parameter, master
                 self.masters[name] = master
             else:
                 self.masters[name] = parameter
@@ -44,12 +44,25 @@ class PolicyWeights:
         }  # fmt: skip
         self._group = tensor_group(root.model)
         self._partial = partial_names(root.model) & set(self.trained) if self._group is not None else set()
+        self._whole = self._kept & set(self.trained) if ranks > 1 else set()
 
     @torch.no_grad()
-    def push(self) -> None:
-        """Copy the values of the masters to the bfloat16 copies."""
-        for parameter, master in self._low:
-            parameter.copy_(master)
+    def push(self, names: Iterable[str]) -> None:
+        """Copy the values of masters to their bfloat16 copies."""
+        for name in names:
+            if name in self._low:
+                parameter, master = self._low[name]
+                parameter.copy_(master)
+
+    @property
+    def copied(self) -> set[str]:
+        """Return the names of the weights of which the module holds a bfloat16 copy."""
+        return set(self._low)
+
+    def share(self, name: str) -> int:
+        """Return how many numbers of a weight a rank holds: the same on every rank, and the mean if they differ."""
+        master = self.masters[name]
+        return int(master.numel() * copies(master, self._ranks) / self._ranks)
 
     def drop_gradients(self) -> None:
         """Free the gradients."""
@@ -67,9 +80,13 @@ class PolicyWeights:
                 gradient, placements = master.grad, getattr(master, "placements", None)
                 if isinstance(gradient, DTensor) and gradient.placements != placements:
                     master.grad = gradient.redistribute(placements=placements)
-        if self._partial:
-            found = [self.trained[name].grad for name in sorted(self._partial)]
-            sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
+        sum_partial(self._gradients_of(self._partial), self._group)
+        # FSDP2 leaves these out. It would take the mean over ranks with other data; the others have the same gradient.
+        sum_partial(self._gradients_of(self._whole), None, self._ranks)
+
+    def _gradients_of(self, names: set[str]) -> list[Tensor]:
+        found = [self.trained[name].grad for name in sorted(names)]
+        return [local(gradient) for gradient in found if gradient is not None]
 
     def matrices(self) -> set[str]:
         """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
@@ -93,9 +110,9 @@ class PolicyWeights:
     @torch.no_grad()
     def computing(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the weights that the forward pass uses. Every rank must iterate to the end."""
-        copies = {id(master): parameter for parameter, master in self._low}
+        low = {id(master): parameter for parameter, master in self._low.values()}
         for name, master in self.masters.items():
-            used = copies.get(id(master), master).detach()
+            used = low.get(id(master), master).detach()
             yield name, full(used if name in self._kept else used.to(self._compute))
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
