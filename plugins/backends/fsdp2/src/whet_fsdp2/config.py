@@ -241,10 +241,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
     from whet_fsdp2.forecast import formulas, savings
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
-    trace, why = ("", "adapters are not traced yet") if config.lora else ("whet_fsdp2.trace:trace", "")
-    if config.optimizer.kind == "adamw_8bit" or config.offload_optimizer:
-        trace, why = "", "moments of 8 bits or in host memory are not traced"
-    return Forecast(settings, model, formulas, tokens, trace, why, savings, partial(sizes, config))
+    trace = "whet_fsdp2.trace:trace"
+    return Forecast(settings, model, formulas, tokens, trace, savings, partial(sizes, config))
 
 
 def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
@@ -262,38 +260,50 @@ def adapter_info(config: LoraConfig) -> AdapterInfo:
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
-    count, low = model.parameters, model.dtype == "bfloat16"
+    sizes, low, lora = config.parallel, model.dtype == "bfloat16", config.lora if trained else None
+    sharing = max(1, ranks // sizes.replicate)  # ranks that hold one copy of the model between them
     number = 2 if low else 4  # bytes of a number in the forward pass
-    over = f", shared out over {ranks} ranks" if ranks > 1 else ""
+    held = 4 if trained and lora is None else number  # only weights that are trained have float32 masters
+    dtype, share = "float32" if held == 4 else "bfloat16", model.parameters // sharing
+    over = f", shared out over {sharing} ranks" if sharing > 1 else ""
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
-    if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
-        yield MemoryTerm(f"the model as it is loaded, in float32{over}", 4 * count // ranks, "loading", "host")
-    if trained and config.lora is not None:
-        yield MemoryTerm(f"frozen weights{over}", number * count // ranks, change=spread)
-        held = 16 * adapter_parameters(config.lora, model)
-        yield MemoryTerm("the adapter, its gradients and moments in float32", held, change="lower backend.lora.rank")
-    elif trained:
-        # On one rank in bfloat16 a copy computes, so the float32 weights can be elsewhere.
-        apart = config.offload_optimizer and low and ranks == 1
-        yield MemoryTerm(
-            f"weights in float32{over}", 4 * count // ranks, place="host" if apart else "", change=spread
-        )  # fmt: skip
-        yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
-        place: Literal["", "host"] = "host" if config.offload_optimizer else ""
-        for what, size in _moments(config, model):
-            yield MemoryTerm(f"{what}{over}", size // ranks, place=place, change=spread)
+    if model.stored_dtype not in ("", dtype):  # weights of the same dtype are mapped from the file
+        yield MemoryTerm(f"the model as it is loaded, in {dtype}{over}", held * share, "loading", "host")
+    yield MemoryTerm(f"the model on its GPU as it is loaded, in {dtype}{over}", held * share, "loading", "gpu")
+    if lora is not None or not trained:
+        yield MemoryTerm(f"frozen weights in {dtype}{over}", held * share, change=spread)
     else:
-        yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
-    if low and trained and ranks == 1 and config.lora is None:
-        yield MemoryTerm("weights in bfloat16, which compute", 2 * count)
+        copied = low and ranks == sizes.tensor  # else FSDP2 casts what it gathers
+        place: Literal["", "host"] = "host" if config.offload_optimizer else ""
+        # Where a copy in bfloat16 computes, the float32 weights can be elsewhere.
+        yield MemoryTerm(f"weights in float32{over}", 4 * share, place=place if copied else "", change=spread)
+        yield MemoryTerm(f"gradients in float32{over}", 4 * share, kept_asleep=False, change=spread)
+        for what, size in _moments(config, model):
+            yield MemoryTerm(f"{what}{over}", size // sharing, place=place, change=spread)
+        if copied:
+            yield MemoryTerm(f"weights in bfloat16, which compute{over}", 2 * share)
+    if lora is not None:
+        adapter, lower = adapter_parameters(lora, model), "lower backend.lora.rank"
+        yield MemoryTerm("the adapter and its moments in float32", 12 * adapter, change=lower)
+        yield MemoryTerm("gradients of the adapter in float32", 4 * adapter, kept_asleep=False, change=lower)
     for name, info in _frozen(config, model):
-        size = (number if ranks == 1 else 4) * info.parameters // ranks
+        size = number * info.parameters // sharing
         yield MemoryTerm(f"weights of the {name}{over}", size, change=f"drop backend.{name}")
-    yield MemoryTerm(f"the model on its GPU as it is loaded, in float32{over}", 4 * count // ranks, "loading", "gpu")
-    if ranks > 1:
-        kept = model.layer_parameters if config.reshard_after_forward else count - model.outer_parameters
-        whole = number * (model.outer_parameters + kept)
+    if sharing > sizes.tensor:
+        whole = number * _gathered(config, model)
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
+
+
+def _gathered(config: Fsdp2Config, model: ModelInfo) -> int:
+    """Return the parameters that a rank gathers at a time: of one layer, or of all, and those outside the layers."""
+    sizes, found = config.parallel, model.config.get("text_config") or model.config
+    layer = model.layer_parameters
+    if model.experts and sizes.expert > 1:
+        one = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
+        experts = 3 * (found.get("hidden_size") or 0) * one * model.experts
+        layer -= experts - experts * sizes.tensor // sizes.expert  # experts are not split by tensor parallelism
+    layers = 1 if config.reshard_after_forward else found.get("num_hidden_layers") or 1
+    return int(min(model.parameters, model.outer_parameters + layers * layer)) // sizes.tensor
 
 
 def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]:
@@ -310,8 +320,8 @@ def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]
 
 
 def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
-    """Return the number of parameters of an adapter of all linear layers of a dense decoder, estimated from its config.
-    0: the adapter is of other layers, or the config does not state their sizes.
+    """Return the number of parameters of an adapter of all linear layers of a decoder, estimated from its config.
+    Stacked experts count, others do not. 0: the adapter is of other layers, or the config does not state their sizes.
     """
     found = model.config.get("text_config") or model.config
     hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
@@ -319,7 +329,11 @@ def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
         return 0
     head = found.get("head_dim") or hidden // heads
     attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
-    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + 3 * (hidden + mlp)))
+    feed_forward = 3 * (hidden + mlp)
+    if model.experts:  # two stacked weights: gate and up in one, and down
+        one = found.get("moe_intermediate_size") or mlp
+        feed_forward = model.experts * (2 * hidden + 3 * one) if config.experts else 0
+    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + feed_forward))
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

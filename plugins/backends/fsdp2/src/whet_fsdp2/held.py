@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.config.structure import structure
 from whet.data.files import disk_errors
@@ -83,6 +83,7 @@ class HeldModels:
         self._adapters: Adapters | None = None
         with self._memory.phase("loading"):
             self._root, self._layout = self._build(model, trained)
+            self._memory.count_mapped(map(local, self._root.model.parameters()))
         self._stored = StoredNames(self._root.model)
         copied = self._low and trained and self._ranks.grid.averaged == 1
         compute = torch.bfloat16 if self._low else torch.float32
@@ -110,6 +111,8 @@ class HeldModels:
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
+        # An optimizer step makes the pages of trained weights memory of this process; frozen ones stay in the file.
+        self._memory.count_mapped(local(one) for one in self._parameters() if not one.requires_grad)
 
     def _teacher(self) -> ModelInfo:
         info = read_model(locate(self._config.teacher), self._info.dtype, self._info.trust_remote_code)
@@ -281,6 +284,7 @@ class HeldModels:
     def wake(self) -> None:
         """Bring weights and optimizer back."""
         self._offload.wake()
+        self._memory.count_mapped(())  # what was read back lies in memory of this process
 
     def let_go(self) -> None:
         """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
@@ -289,10 +293,14 @@ class HeldModels:
                 reshard(root.model)
             torch.cuda.empty_cache()
 
-    def _held(self) -> Iterator[Tensor]:
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all models, each rank's shards of them."""
         for root in (self._root, *self._frozen.values()):
             reshard(root.model)
-            yield from map(local, root.model.parameters())
+            yield from root.model.parameters()
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from map(local, self._parameters())
         yield from map(local, self._weights.masters.values())
         yield from self._stepper.held()
 

@@ -29,13 +29,13 @@ class PolicyWeights:
         self.masters: dict[str, Tensor] = {}
         """This rank's shards, of all weights."""
         self._kept = kept_in_float32(root.model)
-        for name, parameter in root.model.named_parameters():
+        for name, parameter in list(root.model.named_parameters()):
             if low_precision and name not in self._kept:
                 master = parameter.detach().clone()
-                parameter.data = parameter.data.to(torch.bfloat16)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_add_into(master))
-                self._low[name] = parameter, master
+                copy = _lowered(root.model, parameter)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(_add_into(master))
+                self._low[name] = copy, master
                 self.masters[name] = master
             else:
                 self.masters[name] = parameter
@@ -116,6 +116,18 @@ class PolicyWeights:
             yield name, full(used if name in self._kept else used.to(self._compute))
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
+
+
+def _lowered(model: nn.Module, parameter: Any) -> Any:
+    """Return a parameter in bfloat16, in its place in the model. Setting the data of a DTensor leaves its shard."""
+    if isinstance(parameter, DTensor):
+        low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            places = [name for name, own in module._parameters.items() if own is parameter]
+            module._parameters.update(dict.fromkeys(places, low))
+        return low
+    parameter.data = parameter.data.to(torch.bfloat16)
+    return parameter
 
 
 def _add_into(master: Tensor) -> Any:
