@@ -1,6 +1,7 @@
 """AdamW with moments of 8 bits: near AdamW, bitwise after a checkpoint, and to rounding in another layout."""
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -57,10 +58,8 @@ def test_moments_without_scales_are_rounded_to_the_nearest_code_of_a_block():
             np.testing.assert_allclose(np.abs(found - part), best, atol=1e-6)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is not None, reason="the package bitsandbytes is installed"
-)
-def test_a_missing_package_is_named(make_worker):
+def test_a_missing_package_is_named(make_worker, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"backend\.optimizer\.kind: is adamw_8bit, .* pip install bitsandbytes"):
         make_worker(optimizer=EIGHT_BIT)
 
