@@ -1,7 +1,7 @@
 """The weights of a policy on one rank: float32 masters, and the copies for the forward pass."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import copies, full, local, partial_names, sum_partial, tensor_group
+
+NORM_PIECE: Final = 1 << 22
+"""Numbers of a gradient whose norm is computed at a time, because on CPUs a copy in float64 is made of them."""
 
 
 class PolicyWeights:
@@ -100,7 +103,8 @@ class PolicyWeights:
         by_copies: dict[float, list[Tensor]] = {}
         for master in self.trained.values():
             if master.grad is not None:
-                by_copies.setdefault(copies(master.grad, self._ranks), []).append(local(master.grad))
+                pieces = torch.split(local(master.grad).reshape(-1), NORM_PIECE)
+                by_copies.setdefault(copies(master.grad, self._ranks), []).extend(pieces)
         total = torch.zeros((), dtype=torch.float64)
         for count, gradients in by_copies.items():
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
