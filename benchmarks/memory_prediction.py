@@ -2,144 +2,221 @@
 
     python benchmarks/memory_prediction.py                 twelve configurations
     python benchmarks/memory_prediction.py --only 0 5      some of them
+    python benchmarks/memory_prediction.py --small         five small ones; a test runs them
+    python benchmarks/memory_prediction.py --layouts       tensor, expert and context parallelism, copies
 
 Predicted: by a trace of the same step without weights (`whet_fsdp2.trace`), extrapolated from few layers. Measured: by
-the worker itself (`memory/backend.*`), in its third step, in processes of their own. glibc gives freed memory back at
-once (MALLOC_MMAP_THRESHOLD_=65536), so that the peak is of live tensors and not of its caches.
+the worker itself (`memory/backend.*`), in its second step, in processes of their own, which are forked from one that
+has imported all and computed nothing. glibc gives freed memory back at once (M_MMAP_THRESHOLD), so that the peak is of
+live tensors and not of its caches.
 """
 
 import argparse
+import ctypes
 import importlib
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-SMALL = {
+import numpy as np
+
+SEQUENCE: Final = 512
+"""Tokens of the longest sequence."""
+PHASES: Final = ("train", "optimizer")
+M_MMAP_THRESHOLD: Final = -3
+LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1536,
     "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
     "max_position_embeddings": 8192, "tie_word_embeddings": False,
 }  # fmt: skip
-QWEN2 = {**SMALL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
-QWEN3 = {**SMALL, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64, "hidden_size": 640,
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64, "hidden_size": 640,
          "num_hidden_layers": 10, "vocab_size": 16000}  # fmt: skip
 MOE = {**QWEN3, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 384,
        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "decoder_sparse_step": 1,
        "mlp_only_layers": [], "norm_topk_prob": True}  # fmt: skip
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
-    ("llama 66M", SMALL, {}, "float32", 1, 1024),
-    ("llama 66M, checkpointing", SMALL, {"gradient_checkpointing": True}, "float32", 1, 2048),
-    ("llama 66M, long pass", SMALL, {}, "float32", 1, 2048),
-    ("llama 66M, whole logits", SMALL, {"logprob_chunk": 1024}, "float32", 1, 1024),
-    ("llama 66M", SMALL, {}, "float32", 2, 1024),
-    ("llama 66M, checkpointing", SMALL, {"gradient_checkpointing": True}, "float32", 2, 2048),
-    ("qwen2 49M tied", QWEN2, {}, "float32", 1, 1024),
-    ("qwen2 49M tied, padded", QWEN2, {"layout": "padded"}, "float32", 1, 1024),
-    ("qwen3 58M", QWEN3, {}, "float32", 1, 1536),
-    ("qwen3 58M, bfloat16", QWEN3, {}, "bfloat16", 1, 2048),
-    ("qwen3_moe 70M", MOE, {}, "float32", 1, 1024),
-    ("qwen3_moe 70M, checkpointing", MOE, {"gradient_checkpointing": True}, "float32", 2, 1024),
+CHECKPOINTING = {"gradient_checkpointing": True}
+
+
+class Configuration(NamedTuple):
+    """A model and how it is trained."""
+
+    name: str
+    config: Mapping[str, Any]
+    """The model's `config.json`."""
+    section: Mapping[str, Any]
+    """The section `backend`."""
+    ranks: int = 1
+    tokens: int = 1024
+    """Tokens of one pass of a rank."""
+    dtype: str = "float32"
+
+
+TWELVE = [
+    Configuration("llama 66M", LLAMA, {}),
+    Configuration("llama 66M, checkpointing", LLAMA, CHECKPOINTING, tokens=2048),
+    Configuration("llama 66M, long pass", LLAMA, {}, tokens=2048),
+    Configuration("llama 66M, LoRA of rank 16", LLAMA, {"lora": {"rank": 16}}),
+    Configuration("llama 66M", LLAMA, {}, 2),
+    Configuration("llama 66M, checkpointing", LLAMA, CHECKPOINTING, 2, 2048),
+    Configuration("qwen2 49M tied", QWEN2, {}),
+    Configuration("qwen2 49M tied, padded", QWEN2, {"layout": "padded"}),
+    Configuration("qwen3 68M, LoRA of rank 64", QWEN3, {**CHECKPOINTING, "lora": {"rank": 64}}, tokens=1536),
+    Configuration("qwen3 68M, bfloat16", QWEN3, {}, tokens=2048, dtype="bfloat16"),
+    Configuration("qwen3_moe 70M", MOE, {}),
+    Configuration("qwen3_moe 70M, LoRA with experts", MOE, {"lora": {"rank": 32, "experts": True}}, 2),
 ]
-"""Name, config.json, section, dtype, ranks, tokens of a pass."""
-PHASES = ("train", "optimizer")
+HALF = {**LLAMA, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "vocab_size": 16000}  # fmt: skip
+HALF_MOE = {**MOE, "num_hidden_layers": 4, "num_experts": 16, "vocab_size": 8000}
+SMALL = [
+    Configuration("llama 23M", HALF, {}, tokens=512),
+    Configuration("llama 23M, checkpointing", HALF, CHECKPOINTING, tokens=1024),
+    Configuration("llama 23M, LoRA of rank 16", HALF, {"lora": {"rank": 16}}, tokens=1024),
+    Configuration("qwen3_moe 28M", HALF_MOE, {}, tokens=512),
+    Configuration("llama 23M", HALF, {}, 2, 512),
+]
+LAYOUTS = [
+    Configuration("llama 66M, tensor 2", LLAMA, {"parallel": {"tensor": 2}}, 2),
+    Configuration("llama 66M, tensor 2, bfloat16", LLAMA, {"parallel": {"tensor": 2}}, 2, dtype="bfloat16"),
+    Configuration("llama 66M, context 2", LLAMA, {"parallel": {"context": 2}}, 2, 2048),
+    Configuration("llama 66M, two copies", LLAMA, {"parallel": {"replicate": 2}}, 2),
+    Configuration("qwen3_moe 70M, expert 2", MOE, {"parallel": {"expert": 2}}, 2),
+]
 
 
 def main() -> None:
     """Print a line for each configuration and phase."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="+", default=range(len(CASES)), help="numbers of configurations")
-    worst = 0.0
-    print(f"{'configuration':34}{'ranks':>6}{'tokens':>8}  {'phase':10}{'predicted':>10}{'measured':>10}{'error':>8}")
-    for number in parser.parse_args().only:
-        name, _, _, _, ranks, tokens = CASES[number]
-        expected, found = predicted(number), measured(number)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations, from 0")
+    parser.add_argument("--small", action="store_true", help="small configurations")
+    parser.add_argument("--layouts", action="store_true", help="kinds of parallelism")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    given = parser.parse_args()
+    configurations = SMALL if given.small else LAYOUTS if given.layouts else TWELVE
+    _import_all(configurations)
+    rows, worst = [], 0.0
+    if not given.json:
+        head = f"{'configuration':34}{'ranks':>6}{'tokens':>8}  {'phase':10}"
+        print(f"{head}{'predicted':>11}{'measured':>11}{'error':>8}")
+    for one in configurations if given.only is None else [configurations[number] for number in given.only]:
+        expected, found = forked(predicted, one), measured(one)
         for phase in PHASES:
             error = expected[phase] / found[phase] - 1
             worst = max(worst, abs(error))
-            sizes = f"{expected[phase] / 2**20:8,.0f} M{found[phase] / 2**20:8,.0f} M"
-            print(f"{name:34}{ranks:6}{tokens:8}  {phase:10}{sizes}{error:+8.1%}", flush=True)
-    print(f"largest error: {worst:.1%}")
+            rows.append((one.name, one.ranks, phase, expected[phase], found[phase]))
+            sizes = f"{expected[phase] / 2**20:9,.0f} M{found[phase] / 2**20:9,.0f} M"
+            if not given.json:
+                print(f"{one.name:34}{one.ranks:6}{one.tokens:8}  {phase:10}{sizes}{error:+8.1%}", flush=True)
+    print(json.dumps(rows) if given.json else f"largest error: {worst:.1%}")
 
 
-def predicted(number: int) -> dict[str, int]:
+def _import_all(configurations: list[Configuration]) -> None:
+    """Import what workers import before they build anything."""
+    from whet.data.model_info import ModelInfo
+    from whet_fsdp2.config import Fsdp2Config, facts
+
+    for config in (one.config for one in configurations):
+        for module in facts(Fsdp2Config(), ModelInfo("", config)).imports:
+            importlib.import_module(module)
+    for module in ("transformers", "whet_fsdp2.trace", "backend_step"):
+        importlib.import_module(module)
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own."""
+    return _start(function, *arguments)()
+
+
+def _start(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Start a function in a forked process. Returns a function that waits for its result."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def run() -> None:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+        there.send(function(*arguments))
+
+    process = context.Process(target=run)
+    process.start()
+    there.close()
+
+    def result() -> Any:
+        found = here.recv()  # EOFError: the process has died, and printed why
+        process.join()
+        return found
+
+    return result
+
+
+def predicted(one: Configuration) -> dict[str, int]:
     """Return the traced bytes of each phase on one rank."""
     import attrs
 
+    from whet.config.structure import structure
     from whet.data.model_info import ModelInfo
-    from whet_fsdp2.config import Fsdp2Config
-    from whet_memory.case import Case, Sizes
-    from whet_memory.tracer import Tracer
+    from whet_fsdp2.config import Fsdp2Config, sizes
+    from whet_fsdp2.trace import trace
+    from whet_memory.case import Case
+    from whet_memory.tracing import traced
 
-    _, config, section, dtype, ranks, tokens = CASES[number]
-    settings = attrs.asdict(Fsdp2Config(**section))
-    case = Case(settings, ModelInfo("", config, dtype), Sizes(ranks), tokens=tokens, longest=512)
-    with Tracer(sys.executable, use_cache=False, seconds=900) as tracer:
-        peaks = tracer.peaks("whet_fsdp2.trace:trace", case)
-    return {phase: peak.device for phase, peak in peaks.items()}
+    config = structure(dict(one.section), Fsdp2Config, None)
+    model = ModelInfo("", one.config, one.dtype)
+    found = traced(
+        trace, Case(attrs.asdict(config), model, sizes(config, one.ranks), tokens=one.tokens, longest=SEQUENCE)
+    )
+    return {"train": max(found["forward"], found["backward"]), "optimizer": found["optimizer"]}
 
 
-def measured(number: int) -> dict[str, float]:
-    """Return the most bytes of a rank in each phase of its third step."""
-    ranks = CASES[number][4]
+def measured(one: Configuration) -> dict[str, float]:
+    """Return the most bytes of a rank in each phase of its second step."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--worker", str(number), folder]
-        subprocess.run([*command, "make"], check=True, env=environment, stderr=subprocess.DEVNULL)
-        workers = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE) for rank in range(ranks)
-        ]
-        answers = [json.loads(worker.communicate()[0].splitlines()[-1]) for worker in workers]
+        forked(_make, one, Path(folder))
+        answers = [result() for result in [_start(_train, one, Path(folder), rank) for rank in range(one.ranks)]]
     return {phase: max(answer[phase] for answer in answers) for phase in PHASES}
 
 
-def worker(number: int, folder: Path, rank: str) -> None:
-    """Write the model of a configuration, or take three steps as one rank of it and print the peaks of the third."""
-    import numpy as np
+def _make(one: Configuration, folder: Path) -> None:
+    """Write the model, in float32."""
     import torch
     import transformers
 
+    settings = transformers.AutoConfig.for_model(**one.config)
+    transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder / "model")
+
+
+def _train(one: Configuration, folder: Path, rank: int) -> dict[str, float]:
+    """Take two steps as one rank, and return the peaks of the second: in the first there are no moments yet."""
     from whet.component import Spec
     from whet.data.batch import from_sequences
     from whet.data.model_info import read_model
     from whet.interfaces.workers import WorkerRank
-    from whet_fsdp2.config import Fsdp2Config, facts
     from whet_fsdp2.worker import Worker
 
-    _, config, section, dtype, ranks, tokens = CASES[number]
-    if rank == "make":
-        settings = transformers.AutoConfig.for_model(**config)
-        transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder / "model")
-        return
-    sys.path.insert(0, str(Path(__file__).parent))
-    model = read_model(folder / "model", dtype)
-    for module in facts(Fsdp2Config(), model).imports:  # as a worker process does before it builds anything
-        importlib.import_module(module)
-    one = Worker(
-        rank=WorkerRank("backend", int(rank), ranks, threads=1, rendezvous=f"file://{folder}/meet"),
-        config={**section, "micro_batch_tokens": tokens},
-        model=model,
-        longest=512,
+    worker = Worker(
+        rank=WorkerRank("backend", rank, one.ranks, threads=1, rendezvous=f"file://{folder}/meet"),
+        config={**one.section, "micro_batch_tokens": one.tokens},
+        model=read_model(folder / "model", one.dtype),
         scratch=str(folder),
     )
-    draw = np.random.Generator(np.random.Philox(int(rank)))
+    shard = worker.coordinates()
+    draw = np.random.Generator(np.random.Philox(shard.data))
     rows = [
-        {"tokens": draw.integers(config["vocab_size"], size=513), "loss_mask": np.arange(513) >= 1}
-        for _ in range(tokens // 512)
+        {"tokens": draw.integers(one.config["vocab_size"], size=SEQUENCE + 1), "loss_mask": np.arange(SEQUENCE + 1) > 0}
+        for _ in range(one.tokens // SEQUENCE)
     ]
     batch = from_sequences(rows, prompt_lengths=[1] * len(rows))
     batch = batch.with_columns(
         advantages=np.ones(batch.sequences, np.float32), old_logprobs=np.zeros(batch.tokens, np.float32)
     )
-    for _ in range(3):
-        found = one.train(batch, Spec("backend_step:PolicyGradient"))
-    print(json.dumps({phase: found[f"memory/backend.{phase}"].number() * 2**30 for phase in PHASES}))
+    owns = (shard.tensor, shard.context) == (0, 0)
+    for _ in range(2):
+        found = worker.train(batch if owns else None, Spec("backend_step:PolicyGradient"))
+    return {phase: found[f"memory/backend.{phase}"].number() * 2**30 for phase in PHASES}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        worker(int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
-    else:
-        main()
+    main()

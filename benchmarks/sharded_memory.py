@@ -82,7 +82,7 @@ def rank_main(rank: int, folder: str, saved: str, meeting: str, sizes: dict[str,
     with Peak() as loading:
         model = read_model(folder)
         place = WorkerRank("backend", rank, 2, rendezvous=meeting)
-        worker = Worker(place, {"parallel": sizes}, model, total_steps=1, longest=64, scratch="")
+        worker = Worker(place, {"parallel": sizes}, model, total_steps=1, scratch="")
     tokens = np.random.default_rng(rank).integers(1024, size=64)
     batch = from_sequences([{"tokens": tokens, "loss_mask": np.arange(64) > 8}], prompt_lengths=[8], group=[0])
     worker.train(batch if worker._ranks.owns_shard else None, Spec("whet_testing.losses:Likelihood"))

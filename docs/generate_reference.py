@@ -61,6 +61,7 @@ WHERE = {
     "algorithms": "`algorithm:`. It is the loop of a run.",
     "advantages": "`algorithm.advantages:`, of algorithms that compare answers. A pure function of rewards and groups.",
     "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",
+    "sandboxes": "`sandbox:` of environments that run programs. It makes the places where programs run.",
     "hooks": "`hooks:`. Its methods are called as the hooks of a plugin, in this run alone.",
 }
 """Under which key a component of a kind stands, and what it is for."""

@@ -26,6 +26,7 @@ KINDS = (
     ("backend", "Backend", "ParallelAxes", "BackendFacts", "own-backend"),
     ("logger", "Logger", "event, Stateful", "", "write-a-plugin"),
     ("hook", "[any hook](hooks.md)", "settings", "", OWN[4]),
+    ("sandbox", "`whet_sandbox.provider.Provider`", "", "", "run-programs"),
     ("launcher", "Launching", "", "", "ray"),
     ("endpoint", "Endpoints", "", "", "foreign-agent"),
 )

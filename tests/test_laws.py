@@ -115,8 +115,9 @@ def test_core_names_no_plugin() -> None:
 COMMANDS = {command for plugin in PLUGINS for command in entry_points(plugin, "whet.commands")}
 COMPONENTS = {name for names in CATALOG["components"].values() for name in names}
 PLAIN = {
-    "arithmetic", "calculator", "config", "console", "data", "demo", "distill", "env", "eval", "export", "hinge",
-    "jsonl", "judge", "math", "memory", "new", "plot", "plugins", "recipe", "reinforce", "report", "tensorboard",
+    "arithmetic", "calculator", "code", "config", "console", "data", "demo", "distill", "env", "eval", "export",
+    "hinge", "jsonl", "judge", "math", "memory", "new", "plot", "plugins", "recipe", "reinforce", "report",
+    "tensorboard",
 }  # fmt: skip
 """Names of components and commands that core also uses as words of English or as formats."""
 ELSEWHERE = {"ray"}  # until its launcher has left core

@@ -84,12 +84,26 @@ def test_what_does_not_fit_is_told_with_changes_that_were_predicted_to_fit(recip
     assert time.monotonic() - begin < 120, "ten seconds on two quiet cores"
     assert done.code == 1
     assert "DOES NOT FIT" in done.output
+    told = done.output.partition("changes that make it fit")[2]
     changes = re.findall(
-        r"^  (\S.*): [\d.,]+ GiB -> ([\d.,]+) GiB \(.*on (\d+) GPUs; costs ", done.output, re.MULTILINE
+        r"^  (\S.*): [\d.,]+ GiB -> ([\d.,]+) GiB \(-[\d.,]+ GiB\)(?:, on (\d+) GPUs)?; costs ", told, re.MULTILINE
     )
-    assert changes
+    assert len(changes) == 3
+    parts = [frozenset(part.partition("=")[0] for part in overrides.split()) for overrides, *_ in changes]
+    assert not any(one < other for one in parts for other in parts if not any("gpus" in key for key in one))
     for overrides, needs, gpus in changes:
         assert float(needs) < 80
-        again = whet("check", recipe, "model.dtype=bfloat16", "backend.micro_batch_tokens=32768", *overrides.split(),
-                     "--machine", f"{gpus}xH100,cores=8,memory=1TB")  # fmt: skip
+        again = whet("check", recipe, "cluster.gpus={backend: 1, generator: 1}", "model.dtype=bfloat16",
+                     "backend.micro_batch_tokens=32768", *overrides.split(),
+                     "--machine", f"{gpus or 1}xH100,cores=8,memory=1TB")  # fmt: skip
         assert "DOES NOT FIT" not in again.output
+
+
+@pytest.mark.slow
+def test_what_is_not_enough_is_told_as_what_brings_it_nearer(recipe, whet):
+    done = whet("check", recipe, "cluster.gpus={backend: 1, generator: 1}", "model.dtype=bfloat16",
+                "backend.lora.rank=16", "--machine", "1x16GB,cores=8,memory=1TB")  # fmt: skip
+    assert "DOES NOT FIT" in done.output
+    nearer = done.output.partition("changes that bring it nearer, but are not enough alone")[2]
+    assert "gradient_checkpointing" in nearer
+    assert re.search(r"besides: |no change that was tried makes", done.output)

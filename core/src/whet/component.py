@@ -17,8 +17,9 @@ CORE_VERSION = "0.1.0"
 """Version of the distribution `whet`, and value of `whet.__version__`."""
 
 Kind = Literal[
-    "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters", "hooks"
-]
+    "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters", "hooks",
+    "sandboxes",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _FILE = "file:"
@@ -285,6 +286,7 @@ FACTS: Mapping[Kind, type[Facts]] = {
     "advantages": AdvantagesFacts,
     "filters": FilterFacts,
     "hooks": Facts,
+    "sandboxes": Facts,
 }
 """The class of facts of each kind."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
-from whet.errors import WorkerLost
+from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
@@ -29,11 +29,39 @@ class Noting(FakeGenerator):
         return super().receive_weights(spec, version, on_weight_update)
 
 
+class Forsaken(FakeGenerator, Done):
+    """Fails as a receiver does whose sender is gone."""
+
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+        return self
+
+    def result(self) -> Any:
+        raise WorkerError("generator", 0, "weight_sync", "its sender is gone")
+
+
 def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> WeightSync:
     ends = {name: options.pop(name) for name in ("after", "probe") if name in options}
     sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), spans, **options)
     sync.connect(backend, generator, **ends)
     return sync
+
+
+@pytest.mark.parametrize("loss", [WorkerLost("backend", 0, "weight_sync", "its process was killed"), None])
+def test_a_receiver_whose_sender_has_died_is_not_the_one_to_blame(loss: WorkerLost | None) -> None:
+    spans, asked = Spans(), list[tuple[str, ...]]()
+
+    def find(*what: str) -> WorkerLost | None:
+        asked.append(what)
+        return loss
+
+    backend = BackendHandle(FakeBackend(), timed(spans))
+    sync = weight_sync(GeneratorHandle(Forsaken("a"), busy(spans)), backend, spans, loss=find)
+    with pytest.raises(WorkerError) as raised:
+        sync(version=1)
+    assert asked == [("backend", "weight_sync")]
+    assert (raised.value.role, isinstance(raised.value, WorkerLost)) == (
+        ("backend", True) if loss else ("generator", False)
+    )
 
 
 def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:

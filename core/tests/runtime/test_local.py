@@ -394,6 +394,18 @@ def test_a_process_that_lives_on_without_its_connection_is_ended(
         assert workers.start_on(0, "pid").result() == pids[:1]
 
 
+def test_the_loss_of_a_process_is_known_to_who_only_saw_its_effect(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
+        others = cluster.worker_group("generator").spawn(TARGET, {})
+        os.kill(workers.call("state")[1]["pid"], signal.SIGKILL)
+        found = cluster.loss("backend", "weight_sync")
+        assert isinstance(found, WorkerLost)
+        assert re.match("backend rank 1 failed in weight_sync: its process was killed by SIGKILL", str(found))
+        assert cluster.loss("generator", "weight_sync") is None
+        assert others.call("state")
+
+
 def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         part = cluster.worker_group("backend")

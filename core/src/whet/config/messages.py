@@ -20,7 +20,7 @@ _PLAIN: dict[Any, str] = {
     Path: "a path",
     type(None): "null",
 }
-_SINGULAR = {"losses": "loss", "advantages": "advantage estimator"}
+_SINGULAR = {"losses": "loss", "advantages": "advantage estimator", "sandboxes": "sandbox"}
 
 
 def kind_word(kind: Kind) -> str:

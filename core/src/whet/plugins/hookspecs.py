@@ -68,6 +68,11 @@ def whet_hooks() -> "Iterable[Component]":  # type: ignore[empty-body]
     """Offer hooks with settings: objects, built as `target(config, run)` with a `RunInfo`, whose methods are hooks."""
 
 
+@hookspec
+def whet_sandboxes() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer sandboxes. A sandbox is a place where programs run that a model wrote."""
+
+
 @hookspec(firstresult=True)
 def whet_worker_group(role: str, group: "WorkerGroup") -> "WorkerGroup":  # type: ignore[empty-body]
     """Return what starts the workers of a role. Core's own implementation returns `group`; every other one wraps it.

@@ -17,7 +17,7 @@ import numpy as np
 
 from whet.component import GeneratorFacts
 from whet.data.spans import Spans
-from whet.errors import PluginError
+from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec, TransportDriver
 from whet.plugins.features import load_probe
 
@@ -44,12 +44,15 @@ class WeightSync:
     def __init__(
         self, spec: TransferSpec, spans: Spans, on_weight_update: "OnWeightUpdate" = "drain",
         carry: Callable[[TransferSpec], None] = lambda spec: None,
+        loss: Callable[[str, str], WorkerError | None] = lambda role, phase: None,
     ) -> None:  # fmt: skip
         """Take a spec without session and version, which each sync sets.
 
-        `carry` brings what was sent to the other nodes of receivers, after the senders are done.
+        `carry` brings what was sent to the other nodes of receivers, after the senders are done. `loss` returns the
+        loss of a process of a role in a phase: a receiver fails, too, when its sender has died.
         """
         self._template, self._spans, self._on_weight_update, self._carry = spec, spans, on_weight_update, carry
+        self._loss = loss
         self._count = itertools.count()
         self._last: TransferSpec | None = None
         self._probe: Probe | None = None
@@ -91,7 +94,12 @@ class WeightSync:
                 ]
                 ends[0].result()
                 self._carry(spec)
-                ends[1].result()
+                try:
+                    ends[1].result()
+                except WorkerError as error:
+                    if isinstance(error, WorkerLost) or (death := self._loss("backend", "weight_sync")) is None:
+                        raise
+                    raise death from error
             if self._probe is not None and (weights == "trial" or self._probe.due(version)):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version, weights)
@@ -132,7 +140,8 @@ def make_weight_sync(
     copy_memory = cluster.copy_memory if cluster else lambda *order: {}
     driver: TransportDriver = points[way.transport].load()(spec, address, copy_memory)
     closers.append(driver.close)
-    return WeightSync(driver.spec, spans, on_weight_update, driver.carry)
+    loss = cluster.loss if cluster else lambda role, phase: None
+    return WeightSync(driver.spec, spans, on_weight_update, driver.carry, loss)
 
 
 def make_probe(

@@ -129,6 +129,12 @@ class Connection:
         self._started = threading.Event()
         watched(f"whet-{name}", self._live, self.fail, lambda: self._gone.is_set())
 
+    def loss(self, call: Call, patience_seconds: float) -> WorkerError | None:
+        """Return the error that `call` gets if the process is lost within this time. None: it is not."""
+        if not self._gone.wait(patience_seconds) or self._left:
+            return None
+        return self._ended(call)
+
     @property
     def gone(self) -> bool:
         """Return whether the process has ended, or was never started, and every call has failed."""

@@ -7,6 +7,7 @@ Cluster ── worker_group(role) ──> ProcessWorkerGroup ── spawn(target
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -23,12 +24,12 @@ from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.connection import Connection, InFlightCall
+from whet.runtime.connection import Call, Connection, InFlightCall
 from whet.runtime.deadlines import DeadlineWatch, told_at_once
 from whet.runtime.hosts import Host, Launcher
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
-from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, RpcSettings
+from whet.runtime.workers import BUSY_GRACE_SECONDS, PATIENCE_FOR_A_DEATH, ConnectedWorkers, RpcSettings
 
 if TYPE_CHECKING:
     from whet.interfaces.weights import Copy
@@ -128,6 +129,22 @@ class Cluster:
                     )
                 self._connections[name] = found
             return found
+
+    def loss(self, role: str, phase: str) -> WorkerError | None:
+        """Return the loss of a process of a role, for which this waits a moment. None: all are alive.
+
+        When a process dies, those of other roles that use what it shares may fail before its death is known here.
+        """
+        with self._lock:
+            found = [self._connections.get(name) for name in self._worker_groups[role].host_groups]
+        deadline = time.monotonic() + PATIENCE_FOR_A_DEATH
+        for rank, connection in enumerate(found):
+            if connection is not None:
+                call = Call(role, rank, phase, math.inf, lambda value, error: None)
+                lost = connection.loss(call, max(0.0, deadline - time.monotonic()))
+                if lost is not None:
+                    return lost
+        return None
 
     def copy_memory(
         self, memory: str, size: int, node: str, have: Collection[str], seconds: float, role: str = "generator"

@@ -28,7 +28,7 @@ from whet.runtime.wire import encode
 
 BUSY_GRACE_SECONDS = 0.3
 """Seconds that `close` allows the workers while a call is under way: its caller does not want to wait for the call."""
-_PATIENCE_FOR_A_DEATH = 1.0
+PATIENCE_FOR_A_DEATH = 1.0
 
 
 @frozen
@@ -134,7 +134,7 @@ class GatheredFuture:
         raised = self._answers.error()
         if raised is None:
             return [self._answers.result(rank) for rank in self._ranks]
-        if isinstance(raised, WorkerLost) or not (death := self._answers.error(WorkerLost, _PATIENCE_FOR_A_DEATH)):
+        if isinstance(raised, WorkerLost) or not (death := self._answers.error(WorkerLost, PATIENCE_FOR_A_DEATH)):
             raise raised
         raise death from raised
 

@@ -57,6 +57,33 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """Give the folder of a mixture of experts whose class keeps routers in float32.
+
+    The router's rows of three experts differ by less than a bfloat16 can hold, and two of them are chosen.
+    """
+    from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
+
+    folder = make_model(tmp_path_factory.mktemp("ernie"), tiny_tokenizer)
+    config = Ernie4_5_MoeConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+        moe_num_experts=6, moe_k=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        moe_layer_start_index=0, moe_num_shared_experts=1, max_position_embeddings=64, initializer_range=0.15,
+    )  # fmt: skip
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.mlp.gate.weight
+            rows.copy_(rows.bfloat16())
+            for more in (1, 2):
+                rows[more::3] = rows[::3] * (1 + more * 2**-10)
+    model.save_pretrained(folder)
+    return folder
+
+
 def _stir(path: Path) -> None:
     """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
     from safetensors.torch import load_file, save_file
@@ -78,13 +105,13 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
         family: str = "qwen3",
         dtype: str = "float32",
         folder: Path | None = None,
-        longest: int = 0,
         role: str = "backend",
+        device: str = "cpu",
         **config: Any,
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, longest=longest, scratch="")
+        return Worker(WorkerRank(role, 0, 1, device=device), config, model, total_steps=10, scratch="")
 
     return make
 
@@ -124,7 +151,7 @@ def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torc
 
     made = worker._loss(loss)
     worker._weights.drop_gradients()
-    watch = Watch(torch.device("cpu"), "backend")
+    watch = Watch(worker._device, "backend")
     worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), watch)
     found = {name: master.grad.clone() for name, master in worker._weights.trained.items()}
     worker._weights.drop_gradients()

@@ -1,5 +1,6 @@
 """Block attention, against dense attention with the whole mask written out."""
 
+import sys
 from unittest import mock
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet_fsdp2 import blocks
-from whet_fsdp2.attention import UnsupportedAttentionError, packed_attention
+from whet_fsdp2 import blocks, varlen
+from whet_fsdp2.attention import UnsupportedAttentionError, attend_elsewhere, packed_attention
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.portable import attend_rows, plan_rows
 
@@ -38,21 +39,25 @@ def inputs(tokens, heads, kv_heads, dim=24, seed=0):
     return [torch.randn(shape, generator=make, requires_grad=True) for shape in shapes]
 
 
-def dense(q, k, v, lengths, prefix, scale):
+def dense(q, k, v, lengths, prefix, scale, window=None):
     place = np.cumsum(lengths) - lengths
+    behind = np.where(prefix >= 0, lengths[prefix], 0)
+    position = torch.from_numpy(np.concatenate([np.arange(n) + b for n, b in zip(lengths, behind, strict=True)]))
     mask = torch.zeros(q.shape[2], q.shape[2], dtype=torch.bool)
     for begin, length, before in zip(place, lengths, prefix, strict=True):
         mask[begin : begin + length, begin : begin + length] = torch.ones(length, length, dtype=torch.bool).tril()
         if before >= 0:
             mask[begin : begin + length, place[before] : place[before] + lengths[before]] = True
+    if window is not None:
+        mask &= position[:, None] - position < window
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * scale
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
 
 
-def compare(lengths, prefix, heads, kv_heads, attend):
+def compare(lengths, prefix, heads, kv_heads, attend, window=None):
     q, k, v = inputs(int(lengths.sum()), heads, kv_heads)
-    expected = dense(q, k, v, lengths, prefix, 0.3)
+    expected = dense(q, k, v, lengths, prefix, 0.3, window)
     found = attend(q, k, v)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
@@ -77,17 +82,109 @@ def test_blocks_give_what_dense_attention_gives(case, heads, small):
         )  # fmt: skip
 
 
+WINDOWS = (None, 1, 3, 40)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_portable_way_gives_what_dense_attention_gives(case, heads):
+def test_the_portable_way_gives_what_dense_attention_gives(case, heads, window):
     lengths, prefix = sorted_case(case)
-    plan = plan_rows(lengths, prefix, torch.device("cpu"))
+    plan = plan_rows(lengths, prefix, torch.device("cpu"), window)
 
     def attend(*three):
         out = attend_rows(*(x[0].transpose(0, 1) for x in three), plan, 0.3)
         return out[None].transpose(1, 2)
 
-    compare(lengths, prefix, *heads, attend)
+    compare(lengths, prefix, *heads, attend, window)
+
+
+def flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, a sequence at a time."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    left, right = window_size
+    assert right == 0
+    found = []
+    spans = zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], cu_seq_k.tolist(), cu_seq_k.tolist()[1:], strict=False)
+    for q_begin, q_end, k_begin, k_end in spans:
+        queries, keys = q_end - q_begin, k_end - k_begin
+        assert queries <= max_q
+        assert keys <= max_k
+        distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)  # aligned to the last of both
+        seen = (distance >= 0) & ((distance <= left) if left >= 0 else True)
+        k, v = (
+            x[k_begin:k_end].repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(0, 1) for x in (key, value)
+        )
+        scores = query[q_begin:q_end].transpose(0, 1) @ k.transpose(1, 2) * scale
+        found.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(found)
+
+
+def older_flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """Compute what versions do that do not state that keys may have fewer heads."""
+    assert query.shape[1] == key.shape[1]
+    return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [flash, older_flash])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_one_call_of_a_flash_kernel_gives_what_dense_attention_gives(case, heads, window, kernel, monkeypatch):
+    lengths, prefix = sorted_case(case)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    found, _ = varlen.of_torch()
+    plan = AttentionPlan(lengths, prefix)
+
+    def attend(*three):
+        row = (x[0].transpose(0, 1) for x in three)
+        return attend_elsewhere(*row, plan, 0.3, window, found)[None].transpose(1, 2)
+
+    compare(lengths, prefix, *heads, attend, window)
+
+
+def test_the_module_docstring_of_varlen_is_right():
+    plan = varlen.plan_varlen(np.array([3, 2, 2, 1]), np.array([-1, -1, 0, 0]), torch.device("cpu"))
+    assert plan.cu_queries.tolist() == [0, 3, 5, 7, 8]
+    assert plan.cu_keys.tolist() == [0, 3, 5, 10, 14]
+    assert plan.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7]
+    assert (plan.most_queries, plan.most_keys) == (3, 5)
+
+
+def test_a_row_without_prefixes_keeps_its_keys_as_they_lie():
+    assert varlen.plan_varlen(np.array([4, 2]), np.array([-1, -1]), torch.device("cpu")).keys is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head", "capability", "words"),
+    [
+        ("cpu", torch.bfloat16, 128, (9, 0), "the device is cpu"),
+        ("cuda", torch.float32, 128, (9, 0), "not float32"),
+        ("cuda", torch.bfloat16, 100, (9, 0), "a head of 100"),
+        ("cuda", torch.bfloat16, 512, (9, 0), "a head of 512"),
+        ("cuda", torch.bfloat16, 128, (7, 5), "this GPU has 7.5"),
+        ("cuda", torch.bfloat16, 128, (9, 0), ""),
+    ],
+)
+def test_the_kernel_follows_from_the_device(device, dtype, head, capability, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernel, why = varlen.kernel_for.__wrapped__(torch.device(device), dtype, head)
+    if words:
+        assert kernel is None
+        assert words in why
+    else:
+        assert kernel.name == why == f"varlen_attn of torch {torch.__version__}"
+
+
+def test_without_a_kernel_all_that_was_looked_for_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal: query)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    kernel, why = varlen.kernel_for.__wrapped__(torch.device("cuda"), torch.bfloat16, 64)
+    assert kernel is None
+    assert why.startswith(f"varlen_attn of torch {torch.__version__} has no scale and window_size")
+    assert why.endswith("the package flash-attn is not installed")
 
 
 @settings(max_examples=30, deadline=None)
@@ -119,7 +216,6 @@ def test_very_different_scores_do_not_overflow():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"sliding_window": 3}, "sliding window of 3"),
         ({"softcap": 50.0}, "softcap"),
         ({"s_aux": torch.zeros(2)}, "s_aux"),
         ({"dropout": 0.1}, "dropout"),
@@ -132,10 +228,17 @@ def test_what_packed_rows_cannot_do_is_refused(more, words):
         packed_attention(None, q, k, v, None, 0.3, whet_plan=plan, **more)
 
 
-def test_a_window_longer_than_the_sequences_is_no_window():
-    q, k, v = inputs(5, 2, 2)
-    plan = AttentionPlan(np.array([5]), np.array([-1]))
-    assert packed_attention(None, q, k, v, None, 0.3, whet_plan=plan, sliding_window=5)[0].shape == (1, 5, 2, 24)
+@pytest.mark.parametrize("window", [3, 5, 13, 14, 100])
+def test_a_window_that_a_model_states_is_kept(window):
+    lengths, prefix = sorted_case("mixed")
+    plan = AttentionPlan(lengths, prefix)
+    compare(
+        lengths, prefix, 4, 2,
+        lambda q, k, v: packed_attention(None, q, k, v, None, 0.3, whet_plan=plan, sliding_window=window)[0].transpose(
+            1, 2
+        ),
+        window,
+    )  # fmt: skip
 
 
 def test_without_a_plan_it_says_that_the_model_drops_keywords():

@@ -30,6 +30,20 @@ def test_the_memory_of_adam_in_float32_is_16_bytes_a_parameter():
     assert held(Fsdp2Config(reference=True), MODEL) == 20 * MODEL.parameters
 
 
+def test_moments_of_8_bits_are_2_bytes_a_parameter_and_their_scales():
+    optimizer = OptimizerConfig("adamw_8bit")
+    assert held(Fsdp2Config(optimizer=optimizer), MODEL) == pytest.approx(10 * MODEL.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "on_host"), [("float32", 1, 8), ("bfloat16", 1, 12), ("bfloat16", 4, 8)])
+def test_an_offloaded_optimizer_is_planned_in_the_hosts_memory(dtype, ranks, on_host):
+    model = attrs.evolve(MODEL, dtype=dtype)
+    terms = list(facts(Fsdp2Config(offload_optimizer=True), model).memory(ranks, True))
+    host = sum(term.bytes for term in terms if term.when == "working" and term.place == "host")
+    assert host == pytest.approx(on_host * MODEL.parameters / ranks, rel=1e-3)
+    assert held(Fsdp2Config(offload_optimizer=True), model, ranks) == held(Fsdp2Config(), model, ranks)
+
+
 def test_muon_holds_one_moment_of_the_layers_and_adamw_two_of_the_rest():
     inside = MODEL.parameters - MODEL.outer_parameters
     for ranks in (1, 4):

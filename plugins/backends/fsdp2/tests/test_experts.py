@@ -329,21 +329,9 @@ def test_steps_are_those_of_transformers_and_adamw(make_worker, make_batch, fold
     np.testing.assert_allclose(ours[learned], log_p[row, at, batch["tokens"][learned]], atol=2e-3)
 
 
-def test_a_router_that_the_model_keeps_in_float32_stays_so(make_worker, tmp_path, tiny_tokenizer, batch):
-    from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
-
-    from whet_start.small_models import make_model
-
-    folder = make_model(tmp_path, tiny_tokenizer)
-    config = Ernie4_5_MoeConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-        moe_num_experts=4, moe_k=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        moe_layer_start_index=0, moe_num_shared_experts=1, max_position_embeddings=64,
-    )  # fmt: skip
-    (folder / "model.safetensors").unlink()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    worker, high = make_worker(folder=folder, dtype="bfloat16"), make_worker(folder=folder)
+def test_a_router_that_the_model_keeps_in_float32_stays_so(make_worker, ernie, batch):
+    slowly = {"folder": ernie, "optimizer": {"lr": 1e-3}}
+    worker, high = make_worker(dtype="bfloat16", **slowly), make_worker(**slowly)
     held = {name: parameter.dtype for name, parameter in worker._root.model.named_parameters()}
     assert held["model.layers.1.mlp.gate.weight"] == torch.float32
     assert held["model.layers.1.mlp.experts.down_proj"] == torch.bfloat16

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from whet.component import Spec
 from whet.errors import ConfigError, WhetError
 
 
@@ -48,25 +49,30 @@ def test_pickled_weights_are_not_read(make_worker, folders, tmp_path):
         make_worker(folder=broken)
 
 
-def sliding(folders, tmp_path):
-    """Make a model with a window of 3 tokens in its second layer."""
-    return copy_of(
-        folders(), tmp_path, sliding_window=3, use_sliding_window=True,
-        layer_types=["full_attention", "sliding_attention"],
+@pytest.fixture
+def softcapped(tmp_path, tiny_tokenizer):
+    """Give the folder of a model whose attention has soft-capping, which packed rows do not have."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=len(tiny_tokenizer), hidden_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=24,
+        num_key_value_heads=2, intermediate_size=64, final_logit_softcapping=None, attn_logit_softcapping=5.0,
+        pad_token_id=0, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
-def test_a_layout_that_is_not_exact_is_refused_where_it_was_asked_for(make_worker, folders, tmp_path):
-    with pytest.raises(ConfigError, match=r"backend\.layout: 'packed' does not work.*window of 3.*layout: padded"):
-        make_worker(folder=sliding(folders, tmp_path), layout="packed")
+def test_a_layout_that_is_not_exact_is_refused_where_it_was_asked_for(make_worker, softcapped):
+    with pytest.raises(ConfigError, match=r"backend\.layout: 'packed' does not work.*softcap.*layout: padded"):
+        make_worker(folder=softcapped, layout="packed")
 
 
-def test_auto_falls_back_to_padded_and_says_so(make_worker, folders, tmp_path, batch, caplog):
-    folder = sliding(folders, tmp_path)
-    worker = make_worker(folder=folder)
+def test_auto_falls_back_to_padded_and_says_so(make_worker, softcapped, batch, caplog):
+    worker = make_worker(folder=softcapped)
     assert "layout: padded" in caplog.text
     assert worker._layout == "padded"
-    same = make_worker(folder=folder, layout="padded")
+    same = make_worker(folder=softcapped, layout="padded")
     ours, theirs = (w.score(batch, ("logprobs",))["logprobs"] for w in (worker, same))
     assert (ours == theirs).all()
 
@@ -75,23 +81,24 @@ def test_auto_shares_prompts_where_the_model_can(make_worker):
     assert make_worker()._layout == "shared"
 
 
-def test_a_window_met_only_in_training_is_an_error_too(make_worker, folders, tmp_path, batch):
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("window", [3, 12])
+def test_a_model_with_a_window_in_some_layers_is_packed(make_worker, folders, tmp_path, batch, gradients, window, head):
     folder = copy_of(
-        folders(), tmp_path, sliding_window=12, use_sliding_window=True,
+        folders(), tmp_path, sliding_window=window, use_sliding_window=True,
         layer_types=["full_attention", "sliding_attention"],
     )  # fmt: skip
-    worker = make_worker(folder=folder, layout="shared")
-    with pytest.raises(WhetError, match=r"window of 12 is shorter than \d+ tokens.*layout: padded"):
-        worker.score(batch, ("logprobs",))
-
-
-def test_a_window_shorter_than_the_longest_sequence_to_come_is_met_at_loading(make_worker, folders, tmp_path):
-    folder = copy_of(
-        folders(), tmp_path, sliding_window=12, use_sliding_window=True,
-        layer_types=["full_attention", "sliding_attention"],
-    )  # fmt: skip
-    assert make_worker(folder=folder, longest=12)._layout == "shared"
-    assert make_worker(folder=folder, longest=13)._layout == "padded"
+    loss = Spec(f"whet_testing.losses:{'Weighted' if head == 'lm' else 'Regression'}")
+    plain = gradients(make_worker(folder=folder, head=head, layout="padded"), batch, loss)
+    whole = gradients(make_worker(head=head, layout="padded"), batch, loss)
+    for layout in ("auto", "packed"):
+        worker = make_worker(folder=folder, head=head, layout=layout)
+        assert worker._layout == ("shared" if layout == "auto" else layout)
+        found = gradients(worker, batch, loss)
+        for name, gradient in plain.items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-3)
+    assert not torch.allclose(plain["model.layers.1.self_attn.k_proj.weight"],
+                              whole["model.layers.1.self_attn.k_proj.weight"], rtol=1e-2)  # fmt: skip
 
 
 def test_a_head_that_does_more_than_multiply_is_refused(make_worker, tmp_path, tiny_tokenizer):
@@ -107,8 +114,6 @@ def test_a_head_that_does_more_than_multiply_is_refused(make_worker, tmp_path, t
 
 
 def test_random_state_of_the_process_is_left_alone(make_worker, batch):
-    from whet.component import Spec
-
     torch.manual_seed(7)
     expected = torch.random.get_rng_state()
     worker = make_worker()

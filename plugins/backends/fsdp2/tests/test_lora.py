@@ -353,5 +353,6 @@ def test_the_plan_counts_the_parameters_of_the_adapter(make_worker, folders, fam
     worker = make_worker(family, lora={"rank": 4})
     assert adapter_parameters(config, info) == sum(tensor.numel() for tensor in worker._weights.trained.values())
     terms = {term.what: term.bytes for term in memory(Fsdp2Config(lora=config, reference=True), info, 1, True)}
-    assert terms["frozen weights"] == 2 * info.parameters
+    assert terms["frozen weights in bfloat16"] == 2 * info.parameters
+    assert terms["the model on its GPU as it is loaded, in bfloat16"] == 2 * info.parameters
     assert not any("reference" in what or what.startswith("AdamW") for what in terms)

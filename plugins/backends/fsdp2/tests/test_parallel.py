@@ -1,5 +1,7 @@
 """Every kind of parallelism against one process that trains with `transformers` and torch's AdamW, over three steps."""
 
+from pathlib import Path
+
 import attrs
 import numpy as np
 import pytest
@@ -62,7 +64,8 @@ def build(cluster, folders, tmp_path):
         ranks, sizes = LAYOUTS.get(where, (1, {}))
         config = Fsdp2Config(**{"optimizer": OPTIMIZER, "parallel": ParallelConfig(**sizes), **config})
         place = cluster.worker_group(f"backend{ranks}", ranks) if ranks > 1 else None
-        context = make_context(tmp_path / str(len(built)), "backend", folders(name), place, dtype=dtype)
+        folder = name if isinstance(name, Path) else folders(name)
+        context = make_context(tmp_path / str(len(built)), "backend", folder, place, dtype=dtype)
         built.append(Fsdp2Backend(config, context))
         return built[-1]
 
@@ -141,7 +144,11 @@ def test_three_steps_in_bfloat16_stay_near_float32(build, reference, make_batch,
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "context 2", "tensor 2 x fsdp 2"])
-@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}, {"reshard_after_forward": False}],
+    ids=str,
+)
 def test_options_hold_in_every_layout(build, reference, make_batch, layout, options):
     found = trained(build("qwen3", layout, micro_batch_tokens=40, **options), [make_batch(seed) for seed in SEEDS])
     np.testing.assert_allclose(found, reference("qwen3"), rtol=1e-4)
@@ -186,6 +193,13 @@ def test_balance_and_loads_are_those_of_one_rank(build, make_batch, layout, over
     expected, found = (backend.train(make_batch(0), LIKELIHOOD) for backend in (one, several))
     for name in ("loss", "grad_norm", "experts/load_max", "experts/entropy", "experts/balance_loss", "experts/z_loss"):
         assert found[name].number() == pytest.approx(expected[name].number(), rel=1e-4), name
+
+
+@pytest.mark.parametrize("layout", ["expert 2", "tensor 2 x fsdp 2", "replicate 2 x fsdp 2", "tensor 2, expert 2"])
+def test_routers_that_each_rank_holds_whole_train_as_on_one_rank(build, ernie, make_batch, layout):
+    batches = [make_batch(seed) for seed in SEEDS]
+    one, several = (trained(build(ernie, where, micro_batch_tokens=40), batches) for where in ("", layout))
+    np.testing.assert_allclose(several, one, rtol=1e-4)
 
 
 CONTINUATIONS = [

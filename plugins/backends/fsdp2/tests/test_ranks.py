@@ -1,5 +1,6 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
+import importlib.util
 from importlib import import_module
 from pathlib import Path
 
@@ -248,7 +249,11 @@ def test_two_ranks_train_an_adapter_in_bfloat16_and_a_value_head(backends, make_
         assert found == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_checkpointing": "selective", "offload_optimizer": True}, {"reshard_after_forward": False}],
+    ids=str,
+)
 def test_two_ranks_keep_their_options(backends, make_batch, options):
     one, two = backends(family="llama", **options)
     for seed in range(2):
@@ -261,6 +266,66 @@ def test_two_ranks_in_bfloat16_stay_near_one(backends, make_batch):
     for seed in range(2):
         expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_moments_of_8_bits_go_on_on_another_number_of_ranks(backends, make_batch, tmp_path):
+    one, two = backends(family="llama", optimizer=OptimizerConfig(lr=1e-3, kind="adamw_8bit"))
+    expected, found = ([numbers(b.train(make_batch(seed), LIKELIHOOD)) for seed in range(3)] for b in (one, two))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    two.save(tmp_path / "saved").result()
+    on_two = numbers(two.train(make_batch(3), LIKELIHOOD))
+    two.load(tmp_path / "saved")
+    assert numbers(two.train(make_batch(3), LIKELIHOOD)) == on_two
+    one.load(tmp_path / "saved")
+    assert numbers(one.train(make_batch(3), LIKELIHOOD)) == pytest.approx(on_two, rel=1e-5)
+    assert numbers(one.train(make_batch(4), LIKELIHOOD)) == pytest.approx(
+        numbers(two.train(make_batch(4), LIKELIHOOD)), rel=1e-3
+    )
+
+
+def test_two_ranks_route_in_float32_where_the_model_does(backends, ernie, make_batch):
+    from transformers import AutoModelForCausalLM
+
+    one, two = backends(dtype="bfloat16", folder=ernie, reference=True)
+    batch, plain = make_batch(), AutoModelForCausalLM.from_pretrained(ernie, dtype=torch.bfloat16)
+    assert plain.model.layers[0].mlp.gate.weight.dtype == torch.float32
+    expected, rounded = by_sequence(plain, batch), plain
+    for layer in rounded.model.layers:
+        layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.bfloat16().float()
+    other = by_sequence(rounded, batch)
+    for weights in ("policy", "reference"):
+        found = two.score(batch, ("logprobs",), weights)["logprobs"][batch["loss_mask"]]
+        assert np.median(np.abs(found - expected)) < 0.01 < 0.1 < np.median(np.abs(found - other))
+    mine, theirs = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (two, one))
+    assert mine == pytest.approx(theirs, rel=2e-2)
+
+
+def test_weights_that_each_rank_holds_whole_get_the_gradient_of_all_ranks(backends, ernie, make_batch):
+    one, two = backends(folder=ernie, gradient_checkpointing="selective", micro_batch_tokens=40)
+    for seed in range(3):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_adapter_trains_on_a_model_that_keeps_weights_in_float32(backends, ernie, make_batch):
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
+    one, two = backends(dtype="bfloat16", folder=ernie, lora=LoraConfig(rank=4), optimizer=optimizer)
+    for seed in range(2):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=3e-2)
+
+
+def by_sequence(model, batch):
+    """Give the logprobs of the tokens in the loss mask, a sequence at a time."""
+    found = []
+    parts = (np.split(batch[key], np.cumsum(batch["lengths"])[:-1]) for key in ("tokens", "loss_mask"))
+    for row, mask in zip(*parts, strict=True):
+        with torch.no_grad():
+            log_p = model(input_ids=torch.from_numpy(row)[None, :-1]).logits[0].float().log_softmax(-1)
+        found.append(log_p.gather(1, torch.from_numpy(row)[1:, None])[:, 0].numpy()[mask[1:]])
+    return np.concatenate(found)
 
 
 def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch):

@@ -1,14 +1,18 @@
 """One rank of the backend, against the model of `transformers` in eager attention on padded rows."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.component import Spec
 from whet.data.batch import concatenate
 from whet.errors import WhetError
+from whet_fsdp2.checkpointing import KEPT
 from whet_fsdp2.root import Root
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied", "qwen3_moe", "mixtral"]
@@ -100,13 +104,53 @@ def test_the_chunk_of_logits_changes_nothing(make_worker, batch, gradients):
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_checkpointing_computes_layers_again_and_changes_nothing(make_worker, batch, gradients):
-    plain, saving = make_worker(), make_worker(gradient_checkpointing=True)
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_checkpointing_computes_layers_again_and_changes_nothing(make_worker, batch, gradients, kind):
+    plain, saving = make_worker(), make_worker(gradient_checkpointing=kind)
     calls = []
     saving._root.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     expected, found = gradients(plain, batch), gradients(saving, batch)
     assert len(calls) == 2
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3", {}), ("qwen3", {"layout": "padded"}), ("qwen3_moe", {}), ("qwen3", {"lora": {"rank": 2}}),
+    ("qwen3", {"head": "value"}),
+])  # fmt: skip
+def test_selective_checkpointing_changes_nothing_and_repeats_no_large_product(
+    make_worker, batch, gradients, family, options
+):
+    loss = Spec("whet_testing.losses:Regression") if "head" in options else WEIGHTED
+    found, counts = [], []
+    for kind in (False, "selective", True):
+        worker = make_worker(family, gradient_checkpointing=kind, micro_batch_tokens=60, **options)
+        with Products() as products:
+            found.append(gradients(worker, batch, loss))
+        counts.append(products.count)
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    assert counts[1] < counts[2]
+    assert (counts[1] > counts[0]) == ("lora" in options), "the products with B of an adapter are cheap"
+
+
+def test_operations_whose_results_are_kept_exist_by_their_names():
+    importlib.import_module("torch.nn.attention.varlen")
+    for name in KEPT:
+        space, operation, overload = name.split(".")
+        if space != "flash_attn":  # a package of its own
+            assert str(getattr(getattr(getattr(torch.ops, space), operation), overload)) == name
 
 
 def test_tokens_outside_the_mask_get_no_gradient(make_worker, batch, gradients):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from whet.component import AdapterInfo
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
@@ -374,3 +375,51 @@ def test_asleep_it_keeps_neither_cache_nor_weights(worker: Worker, requests_of: 
     worker.wake()
     assert fused.all()
     run(ask(worker, requests_of(4)))
+
+
+def send_adapter(worker: Worker, folder: Path, version: int, factor: float = 1.0) -> TransferSpec:
+    """Send an adapter of every projection of queries; give the spec to receive it by."""
+    draw, tensors = torch.Generator().manual_seed(0), []
+    for name, weight in worker._model.named_parameters():
+        if name.endswith("q_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            rows, columns = weight.shape
+            tensors.append((f"{module}.lora_A.weight", torch.randn(2, columns, generator=draw)))
+            tensors.append((f"{module}.lora_B.weight", factor * torch.randn(rows, 2, generator=draw)))
+    info = AdapterInfo(2, 4.0, rslora=False, kinds=("linear",))
+    spec = TransferSpec("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0, adapter=info)
+    send(spec, tensors)
+    return spec
+
+
+def test_an_adapter_that_comes_in_sleep_is_applied_when_the_weights_are_back(
+    tiny_model_folder: Path, requests_of: Any, tmp_path: Path
+) -> None:
+    answers = []
+    for name, asleep in (("awake", False), ("asleep", True)):
+        worker = make_worker(tiny_model_folder)
+        for version, factor in ((1, -3.0), (2, 1.0)):  # the second is added to the base, not to the first
+            if asleep:
+                worker.sleep()
+            run(worker.receive_weights(send_adapter(worker, tmp_path / name, version, factor), version, "drain"))
+            assert worker._offload.asleep == asleep, "the weights of a base are not taken back for an adapter"
+        if asleep:
+            worker.sleep()
+            worker.wake()
+        (answer,) = run(ask(worker, requests_of(4, max_tokens=8)))
+        answers.append([(one.tokens.tolist(), one.logprobs.tolist(), one.versions) for one in answer])
+        worker.close()
+    assert answers[0] == answers[1]
+    assert {versions for _, _, versions in answers[0]} == {((0, 2),)}
+    plain = make_worker(tiny_model_folder)
+    (without,) = run(ask(plain, requests_of(4, max_tokens=8)))
+    assert [one.logprobs.tolist() for one in without] != [logprobs for _, logprobs, _ in answers[0]]
+    plain.close()
+
+
+def test_half_an_adapter_is_refused_in_sleep_too(own_worker: Worker, tmp_path: Path) -> None:
+    spec = send_adapter(own_worker, tmp_path, 1)
+    send(spec, [("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", torch.zeros(2, 64))])
+    own_worker.sleep()
+    with pytest.raises(WeightSyncError, match="only one of the two matrices"):
+        run(own_worker.receive_weights(spec, 1, "drain"))

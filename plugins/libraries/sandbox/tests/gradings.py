@@ -44,6 +44,7 @@ def _die_once(path: str) -> str:
     if not os.path.isdir(path):
         os.mkdir(path)
         os._exit(1)
+    os.rmdir(path)
     return "answered"
 
 
@@ -74,8 +75,11 @@ def _noise(size: int) -> int:
 
 
 def _write(path: str) -> None:
-    with open(path, "w") as file:
-        file.write("x")
+    try:
+        with open(path, "w") as file:
+            file.write("x")
+    finally:
+        Path(path).unlink(missing_ok=True)
 
 
 def _open_many(count: int) -> int:
@@ -126,6 +130,9 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "folder": lambda: [os.getcwd(), os.listdir()],
     "pid": os.getpid,
     "unsendable": lambda: object(),
+    "connect": lambda port: socket.create_connection(("127.0.0.1", port)).close(),
+    "read": lambda path: Path(path).read_text(),
+    "signal": lambda pid: os.kill(pid, signal.SIGCONT),
     "record": lambda: __import__("whet.data.records", fromlist=["Sampling"]).Sampling(),
     "forged": _forged,
     "forge": lambda: Path,

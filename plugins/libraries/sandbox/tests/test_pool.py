@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from whet.component import resolve
 from whet.errors import PluginError, Undecided, WhetError
 from whet.interfaces.undecided import noted
+from whet_sandbox.isolation import landlock
 from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised
 from whet_sandbox.process import GraderProcess
 from whet_testing.contracts.workers import alive, wait_until
@@ -188,9 +190,9 @@ def test_a_call_that_ends_its_process_twice_is_undecided_and_the_next_call_works
     assert "\n" not in reason
 
 
-def test_a_call_that_ends_its_process_once_is_answered_by_a_fresh_one(pool: GraderPool, tmp_path: Path) -> None:
+def test_a_call_that_ends_its_process_once_is_answered_by_a_fresh_one(pool: GraderPool) -> None:
     undecided = pool.undecided
-    assert call(pool, "die_once", str(tmp_path / "died")) == "answered"
+    assert call(pool, "die_once", "died") == "answered"
     assert pool.undecided == undecided
 
 
@@ -215,7 +217,30 @@ def test_much_output_neither_blocks_nor_shows(pool: GraderPool, capfd: pytest.Ca
 
 def test_nothing_is_written_to_files(pool: GraderPool, tmp_path: Path) -> None:
     with pytest.raises(GraderRaised, match="File too large"):
+        call(pool, "write", "x")
+    with pytest.raises(GraderRaised, match=r"File too large|Permission denied"):
         call(pool, "write", str(tmp_path / "x"))
+
+
+def test_a_grader_is_shut_in(pool: GraderPool, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    abi = landlock.version()
+    orders = (("read", str(tmp_path / "secret")),) * (abi >= 1) + (("signal", os.getpid()),) * (abi >= 6)
+    for order in orders:
+        with pytest.raises(GraderRaised, match="PermissionError"):
+            call(pool, *order)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(GraderRaised, match="not permitted"):
+        call(pool, "connect", server.getsockname()[1])
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_grader_that_needs_more_is_not_shut_in(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("data")
+    pool = GraderPool(f"{GRADINGS}:obey", confined=False)
+    try:
+        assert call(pool, "read", str(tmp_path / "data")) == "data"
+    finally:
+        pool.close()
 
 
 def test_open_files_are_few(pool: GraderPool) -> None:
@@ -319,12 +344,12 @@ def test_a_cancelled_call_does_not_disturb_others(pool: GraderPool) -> None:
 
 
 @pytest.mark.usefixtures("no_orphans")
-def test_several_workers_work_at_one_time(tmp_path: Path) -> None:
+def test_several_workers_work_at_one_time() -> None:
     pool = GraderPool(f"{GRADINGS}:obey", workers=2, timeout_seconds=30.0)
     try:
 
         async def run() -> list[bool]:
-            one, other = str(tmp_path / "one"), str(tmp_path / "other")
+            one, other = "one", "other"
             return await asyncio.gather(pool.call("meet", one, other), pool.call("meet", other, one))
 
         assert asyncio.run(run()) == [True, True]
@@ -404,6 +429,7 @@ def test_a_pool_that_was_never_used_starts_nothing() -> None:
 
 DRIVER = """
 import asyncio, os, sys, time
+from whet_sandbox.isolation import landlock
 from whet_sandbox.pool import GraderPool
 
 graders = GraderPool("os:getpid")

@@ -51,7 +51,8 @@ def write(path: Path, said: str = "The answer is 7.", steps: int = 12) -> Path:
     )
     run.write_json("versions.json", {"whet": "0.1.0"})
     role = {"role": "backend", "component": "fsdp2", "ranks": 1, "devices": ["cpu"]}
-    run.write_json("plan.json", {"way": {"transport": "shared"}, "roles": [role]})
+    peaks = {"backend": {"train": {"device": 3 << 29, "host": 0}, "idle": {"device": 1 << 29}, "source": "trace"}}
+    run.write_json("plan.json", {"way": {"transport": "shared"}, "roles": [role], "peaks": peaks})
     run.append("journal.jsonl", [{"time": 1000.0, "event": "opened", "after_step": 0}])
     for step in range(1, steps + 1):
         begin = 1000.0 + step
@@ -59,6 +60,7 @@ def write(path: Path, said: str = "The answer is 7.", steps: int = 12) -> Path:
         evaluated = {name: reward, f"{name}/ci_low": reward - 0.1, f"{name}/ci_high": reward + 0.08}
         numbers = {"loss": 1 / step, "reward/mean": step / steps, "logprob_gap/max": GAPS.get(step, 1e-7)}
         row = {"step": step, "time": begin + 0.9, **numbers, "seconds/step": 0.9, HOSTILE: 1.0}
+        row |= {"memory/backend.train": 1.0 + step / 20, "memory/backend.loading": 0.25}
         run.append("metrics.jsonl", [row | (evaluated if step % 5 == 0 else {})])
         spans = [("rollout", "take", 0.0, 0.5), ("generator", "generate", 0.1, 0.3), ("backend", "train", 0.5, 0.4)]
         run.append("spans.jsonl", [

@@ -86,11 +86,25 @@ def test_a_chart_reads_its_values_under_the_pointer(opened):
 def test_searching_leaves_the_metrics_that_are_meant(opened):
     opened.go("metrics")
     # The group of seconds is closed, and what never changed is no chart.
-    assert opened.run("document.querySelectorAll('[data-chart]').length") == 4
+    assert opened.run("document.querySelectorAll('[data-chart]').length") == 5
     opened.click("input[type=search]")
     opened.type("reward")
     opened.wait("document.querySelectorAll('[data-chart]').length === 2")
     assert "2 of" in text(opened)
+
+
+def test_peaks_of_memory_stand_beside_their_predictions(opened):
+    opened.go("run")
+    opened.wait("document.querySelector('#memory td') !== null")
+    rows = opened.run("[...document.querySelectorAll('#memory tbody tr')].map((row) => row.innerText)")
+    assert [[cell.strip() for cell in row.split("\t") if cell.strip()] for row in rows] == [
+        ["backend", "loading", "256 MiB", "–", "–", "not predicted"],
+        ["backend", "train", "1.6 GiB", "1.5 GiB", "+6.7 %", "trace"],
+    ]
+    row = "document.querySelectorAll('#memory tbody tr')[1]"
+    assert opened.run(f"+{row}.querySelector('rect').getAttribute('width')") == 100
+    mark = opened.run(f"+{row}.querySelector('.predicted').getAttribute('x')")
+    assert mark == pytest.approx(100 * 1.5 / 1.6, abs=1)
 
 
 def test_a_click_on_a_step_shows_tokens_and_the_pointer_their_numbers(opened):

@@ -23,6 +23,10 @@ def test_the_folder_of_a_run_gives_everything_that_the_page_shows(tmp_path, run_
     assert [event["event"] for event in data["journal"]] == ["opened", "failed"]
     assert data["logs"][0]["text"].startswith("started")
     assert ["model", "a/model"] in data["run"]["facts"]
+    assert [(one["phase"], one["measured"] / 2**20, one["predicted"], one["source"]) for one in data["memory"]] == [
+        ("loading", 256, None, ""),
+        ("train", pytest.approx(1024 * 1.6), 3 << 29, "trace"),
+    ]
     assert json.loads(embedded(data)) == data
 
 

@@ -10,8 +10,9 @@ The backward pass needs no more than w: in each block, with P the softmax of the
 
     dV = P' (f dO)      dS = P * (f dO V' - f delta)      delta = rowsum(dO * o)
 
-Small blocks are matrix products that keep P for the backward pass. Large blocks use PyTorch's flash kernels. This
-module computes on the CPU only; other devices use `whet_fsdp2.portable`.
+Small blocks are matrix products that keep P for the backward pass. Large blocks use PyTorch's flash kernels. All this
+is for CPUs and attention without a window. GPUs use `whet_fsdp2.varlen`, and where that has no kernel,
+`whet_fsdp2.portable`.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ from whet_fsdp2.blocks import AttentionPlan, Block, HeadPlan, Part
 from whet_fsdp2.few_queries import attend_few, keys_of
 from whet_fsdp2.narrowed import NOWHERE, READ
 from whet_fsdp2.portable import attend_rows
+from whet_fsdp2.varlen import Kernel, attend_varlen, kernel_for
 
 NAME = "whet_packed"
 """Name under which the function is registered with transformers."""
@@ -60,22 +62,25 @@ def packed_attention(
     """
     if whet_plan is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments on to its attention")
-    refuse_unsupported(whet_plan, query, value, attention_mask, dropout, more)
+    refuse_unsupported(query, value, attention_mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    window = more.get("sliding_window")
+    window = None if window is None or window >= whet_plan.longest() else int(window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if (piece := whet_plan.piece) is None:
-        read = getattr(module, READ, NOWHERE).rows if query.device.type == "cpu" else None
+        read = getattr(module, READ, NOWHERE).rows if query.device.type == "cpu" and window is None else None
         if read is not None and (keys := keys_of(whet_plan, read.numpy())) is not None:
             return attend_few(query, key, value, read, keys, scale), None
-        return _attend(q, k, v, whet_plan, scale)[None], None
+        return _attend(q, k, v, whet_plan, scale, window)[None], None
     q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
-    return piece.to_tokens(_attend(q, k, v, whet_plan, scale))[None], None
+    return piece.to_tokens(_attend(q, k, v, whet_plan, scale, window))[None], None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
     """Return attention over a whole row: q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]."""
-    if q.device.type != "cpu":
-        return attend_rows(q, k, v, plan.for_rows(q.device), scale)
+    if q.device.type != "cpu" or window is not None:
+        kernel, _ = kernel_for(q.device, q.dtype, q.shape[2])
+        return attend_elsewhere(q, k, v, plan, scale, window, kernel)
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     out: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
         q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim), plan.for_heads(heads, kv_heads, q.device),
@@ -84,13 +89,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) 
     return out.to(q.dtype).view(-1, heads, dim)
 
 
-def refuse_unsupported(
-    plan: AttentionPlan, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
-) -> None:
+def attend_elsewhere(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None, kernel: Kernel | None
+) -> Tensor:
+    """Return attention over a whole row by a kernel, or by PyTorch's own function: [T, heads, d]."""
+    if kernel is None:
+        return attend_rows(q, k, v, plan.for_rows(q.device, window), scale)
+    return attend_varlen(q, k, v, plan.for_varlen(q.device), scale, window, kernel)
+
+
+def refuse_unsupported(query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]) -> None:
     """Raise `UnsupportedAttentionError` if a model's attention is more than the segments of a packed row."""
-    window = more.get("sliding_window")
-    if window is not None and window < plan.longest():
-        raise UnsupportedAttentionError(f"its sliding window of {window} is shorter than {plan.longest()} tokens")
     for name in ("softcap", "s_aux", "position_bias", "alibi", "head_mask"):
         if more.get(name) is not None:
             raise UnsupportedAttentionError(f"its attention uses `{name}`")

@@ -36,7 +36,6 @@ class Fsdp2Backend:
                 "config": attrs.asdict(config),
                 "model": context.model,
                 "total_steps": context.run.steps,
-                "longest": context.max_context or context.model.max_positions,
                 "seed": context.seed,
                 "trained": context.trained,
                 "scratch": str(context.scratch.absolute()),

@@ -15,6 +15,7 @@ from torch import Tensor
 from whet_fsdp2.context import Piece
 from whet_fsdp2.layout import Ints, bins, ranges
 from whet_fsdp2.portable import RowPlan, plan_rows
+from whet_fsdp2.varlen import VarlenPlan, plan_varlen
 
 SMALL = 160 * 160
 """A block with at most this many scores (queries x keys of one head) is computed by plain matrix products."""
@@ -80,21 +81,27 @@ class AttentionPlan:
     """[S] the prefix segment of each segment, or -1. Segments with a prefix come last."""
     piece: Piece | None = None
     """This rank's part of the row, if ranks share it."""
-    reach: int = 0
-    """A minimum for `longest`. Set while a model is probed, to stand for longer sequences than the probe has."""
     _made: dict[tuple[int, int, torch.device], HeadPlan] = field(factory=dict, init=False)
-    _rows: dict[torch.device, RowPlan] = field(factory=dict, init=False)
+    _rows: dict[tuple[torch.device, int | None], RowPlan] = field(factory=dict, init=False)
+    _varlen: dict[torch.device, VarlenPlan] = field(factory=dict, init=False)
 
     def longest(self) -> int:
         """Return the longest distance, in tokens, over which a token attends."""
         behind = np.where(self.prefix >= 0, self.lengths[self.prefix], 0)
-        return max(self.reach, int((self.lengths + behind).max()))
+        return int((self.lengths + behind).max())
 
-    def for_rows(self, device: torch.device) -> RowPlan:
+    def for_rows(self, device: torch.device, window: int | None = None) -> RowPlan:
         """Return the blocks that `attend_rows` needs."""
-        if device not in self._rows:
-            self._rows[device] = plan_rows(self.lengths, self.prefix, device)
-        return self._rows[device]
+        key = device, window
+        if key not in self._rows:
+            self._rows[key] = plan_rows(self.lengths, self.prefix, device, window)
+        return self._rows[key]
+
+    def for_varlen(self, device: torch.device) -> VarlenPlan:
+        """Return the sequences that `attend_varlen` needs."""
+        if device not in self._varlen:
+            self._varlen[device] = plan_varlen(self.lengths, self.prefix, device)
+        return self._varlen[device]
 
     def for_heads(self, heads: int, kv_heads: int, device: torch.device) -> HeadPlan:
         """Return the gathers and blocks for a number of query heads and key heads."""

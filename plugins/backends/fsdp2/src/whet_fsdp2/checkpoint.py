@@ -30,9 +30,10 @@ from whet_fsdp2.regions import Region, regions, writes
 FORMAT = 2
 READABLE = (1, 2)
 """Format 1 holds whole tensors, all written by rank 0."""
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
-"""The tensors that each kind of optimizer holds for a weight."""
-_FINITE = ("weights", *(moment for moments in STATE.values() for moment in moments))
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw_8bit": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
+"""The moments of each kind of optimizer for a weight."""
+_MOMENTS = {moment for moments in STATE.values() for moment in moments}
+_FINITE = {"weights", *_MOMENTS, *(f"{moment}_scale" for moment in _MOMENTS)}
 """Prefixes of the tensors whose values must be finite. A buffer may be a mask of infinities."""
 INDEX = "backend.json"
 FILE_BYTES = 2 << 30
@@ -163,6 +164,10 @@ class Saved:
     def names(self, kind: str) -> list[str]:
         """Return the names of the tensors of a kind: `weights`, `buffers`, or a moment."""
         return [name.partition("/")[2] for name in self._parts if name.startswith(f"{kind}/")]
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        return name in self._parts
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, as far as its parts reach."""

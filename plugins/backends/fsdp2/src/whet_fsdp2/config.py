@@ -64,9 +64,11 @@ class WeightGroup:
 class OptimizerConfig:
     """AdamW or Muon on float32 weights."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`adamw`: AdamW for all weights. `muon`: Muon for the matrices in the layers, AdamW for everything else:
-    embeddings, heads, norms, biases, and experts that are stacked in one tensor."""
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw`: AdamW for all weights. `adamw_8bit`: AdamW whose two moments have 8 bits, by the package `bitsandbytes`
+    (Dettmers et al. 2021, arXiv:2110.02861); those of weights below 4096 numbers keep float32. `muon`: Muon for the
+    matrices in the layers, AdamW for everything else: embeddings, heads, norms, biases, and experts that are stacked in
+    one tensor."""
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
@@ -180,8 +182,15 @@ class Fsdp2Config:
     else `padded`; the backend tests this when it loads the model."""
     logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
     """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """`true`: keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower.
+    `selective`: keep results of matrix products and of attention too, and recompute what is cheap: between the two."""
+    kernels: tuple[Literal["liger"], ...] = ()
+    """Kernels of other packages for GPUs. `liger`: RMS norms, rotations and SwiGLU of `liger-kernel`, which must be
+    installed. When the model is loaded they are compared with its own code."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in host memory, and on one rank in bfloat16 the float32 weights too. Each step
+    brings them to the GPU part by part. Numbers are bitwise the same; a step takes the time of the copies longer."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
     lora: LoraConfig | None = None
@@ -232,8 +241,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
     from whet_fsdp2.forecast import formulas, savings
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
-    trace, why = ("", "adapters are not traced yet") if config.lora else ("whet_fsdp2.trace:trace", "")
-    return Forecast(settings, model, formulas, tokens, trace, why, savings, partial(sizes, config))
+    trace = "whet_fsdp2.trace:trace"
+    return Forecast(settings, model, formulas, tokens, trace, savings, partial(sizes, config))
 
 
 def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
@@ -251,42 +260,68 @@ def adapter_info(config: LoraConfig) -> AdapterInfo:
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
-    count, low = model.parameters, model.dtype == "bfloat16"
+    sizes, low, lora = config.parallel, model.dtype == "bfloat16", config.lora if trained else None
+    sharing = max(1, ranks // sizes.replicate)  # ranks that hold one copy of the model between them
     number = 2 if low else 4  # bytes of a number in the forward pass
-    over = f", shared out over {ranks} ranks" if ranks > 1 else ""
+    held = 4 if trained and lora is None else number  # only weights that are trained have float32 masters
+    dtype, share = "float32" if held == 4 else "bfloat16", model.parameters // sharing
+    over = f", shared out over {sharing} ranks" if sharing > 1 else ""
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
-    if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
-        yield MemoryTerm(f"the model as it is loaded, in float32{over}", 4 * count // ranks, "loading", "host")
-    if trained and config.lora is not None:
-        yield MemoryTerm(f"frozen weights{over}", number * count // ranks, change=spread)
-        held = 16 * adapter_parameters(config.lora, model)
-        yield MemoryTerm("the adapter, its gradients and moments in float32", held, change="lower backend.lora.rank")
-    elif trained:
-        yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
-        yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
-        matrices = _matrices(config, model)
-        moments = f"AdamW's two moments in float32{over}"
-        if matrices:
-            yield MemoryTerm(f"Muon's momentum in float32{over}", 4 * matrices // ranks, change=spread)
-            moments = f"AdamW's two moments of the other weights in float32{over}"
-        yield MemoryTerm(moments, 8 * (count - matrices) // ranks, change=spread)
+    if model.stored_dtype not in ("", dtype):  # weights of the same dtype are mapped from the file
+        yield MemoryTerm(f"the model as it is loaded, in {dtype}{over}", held * share, "loading", "host")
+    yield MemoryTerm(f"the model on its GPU as it is loaded, in {dtype}{over}", held * share, "loading", "gpu")
+    if lora is not None or not trained:
+        yield MemoryTerm(f"frozen weights in {dtype}{over}", held * share, change=spread)
     else:
-        yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
-    if low and trained and ranks == 1 and config.lora is None:
-        yield MemoryTerm("weights in bfloat16, which compute", 2 * count)
+        copied = low and ranks == sizes.tensor  # else FSDP2 casts what it gathers
+        place: Literal["", "host"] = "host" if config.offload_optimizer else ""
+        # Where a copy in bfloat16 computes, the float32 weights can be elsewhere.
+        yield MemoryTerm(f"weights in float32{over}", 4 * share, place=place if copied else "", change=spread)
+        yield MemoryTerm(f"gradients in float32{over}", 4 * share, kept_asleep=False, change=spread)
+        for what, size in _moments(config, model):
+            yield MemoryTerm(f"{what}{over}", size // sharing, place=place, change=spread)
+        if copied:
+            yield MemoryTerm(f"weights in bfloat16, which compute{over}", 2 * share)
+    if lora is not None:
+        adapter, lower = adapter_parameters(lora, model), "lower backend.lora.rank"
+        yield MemoryTerm("the adapter and its moments in float32", 12 * adapter, change=lower)
+        yield MemoryTerm("gradients of the adapter in float32", 4 * adapter, kept_asleep=False, change=lower)
     for name, info in _frozen(config, model):
-        size = (number if ranks == 1 else 4) * info.parameters // ranks
+        size = number * info.parameters // sharing
         yield MemoryTerm(f"weights of the {name}{over}", size, change=f"drop backend.{name}")
-    yield MemoryTerm(f"the model on its GPU as it is loaded, in float32{over}", 4 * count // ranks, "loading", "gpu")
-    if ranks > 1:
-        kept = model.layer_parameters if config.reshard_after_forward else count - model.outer_parameters
-        whole = number * (model.outer_parameters + kept)
+    if sharing > sizes.tensor:
+        whole = number * _gathered(config, model)
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
 
 
+def _gathered(config: Fsdp2Config, model: ModelInfo) -> int:
+    """Return the parameters that a rank gathers at a time: of one layer, or of all, and those outside the layers."""
+    sizes, found = config.parallel, model.config.get("text_config") or model.config
+    layer = model.layer_parameters
+    if model.experts and sizes.expert > 1:
+        one = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
+        experts = 3 * (found.get("hidden_size") or 0) * one * model.experts
+        layer -= experts - experts * sizes.tensor // sizes.expert  # experts are not split by tensor parallelism
+    layers = 1 if config.reshard_after_forward else found.get("num_hidden_layers") or 1
+    return int(min(model.parameters, model.outer_parameters + layers * layer)) // sizes.tensor
+
+
+def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]:
+    """Yield the moments of the optimizer of all ranks, and their bytes."""
+    if config.optimizer.kind == "adamw_8bit":
+        yield "AdamW's two moments in 8 bits", 2 * model.parameters + 8 * model.parameters // 256
+        return
+    # Muon trains all matrices in the layers. Their norms are counted as well.
+    matrices = model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
+    if matrices:
+        yield "Muon's momentum in float32", 4 * matrices
+    of = " of the other weights" if matrices else ""
+    yield f"AdamW's two moments{of} in float32", 8 * (model.parameters - matrices)
+
+
 def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
-    """Return the number of parameters of an adapter of all linear layers of a dense decoder, estimated from its config.
-    0: the adapter is of other layers, or the config does not state their sizes.
+    """Return the number of parameters of an adapter of all linear layers of a decoder, estimated from its config.
+    Stacked experts count, others do not. 0: the adapter is of other layers, or the config does not state their sizes.
     """
     found = model.config.get("text_config") or model.config
     hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
@@ -294,12 +329,11 @@ def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
         return 0
     head = found.get("head_dim") or hidden // heads
     attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
-    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + 3 * (hidden + mlp)))
-
-
-def _matrices(config: Fsdp2Config, model: ModelInfo) -> int:
-    """Return the number of parameters that Muon trains, norms of the layers counted as well: all in the layers."""
-    return model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
+    feed_forward = 3 * (hidden + mlp)
+    if model.experts:  # two stacked weights: gate and up in one, and down
+        one = found.get("moe_intermediate_size") or mlp
+        feed_forward = model.experts * (2 * hidden + 3 * one) if config.experts else 0
+    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + feed_forward))
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

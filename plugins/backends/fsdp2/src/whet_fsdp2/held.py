@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.config.structure import structure
 from whet.data.files import disk_errors
@@ -21,11 +21,13 @@ from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import adapter_files, attention, checkpoint, saving
+from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
 from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
+from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.layout import Layout
-from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
+from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
@@ -63,7 +65,6 @@ class HeldModels:
         config: Mapping[str, Any],
         model: ModelInfo,
         total_steps: int = 0,
-        longest: int = 0,
         seed: int = 0,
         trained: bool = True,
         *,
@@ -71,7 +72,7 @@ class HeldModels:
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._config = structure(config, Fsdp2Config, None)
-        self._info, self._longest = model, longest
+        self._info = model
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         self._memory = PeakMeter(self._device, rank.role)
@@ -82,6 +83,7 @@ class HeldModels:
         self._adapters: Adapters | None = None
         with self._memory.phase("loading"):
             self._root, self._layout = self._build(model, trained)
+            self._memory.count_mapped(map(local, self._root.model.parameters()))
         self._stored = StoredNames(self._root.model)
         copied = self._low and trained and self._ranks.grid.averaged == 1
         compute = torch.bfloat16 if self._low else torch.float32
@@ -101,11 +103,16 @@ class HeldModels:
                 raise ConfigError(f"backend.teacher: {words}; set backend.layout: padded")
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
-        self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._stepper = Stepper(
+            self._weights, self._config.optimizer, self._config.schedule, total_steps,
+            offload=self._config.offload_optimizer and trained,
+        )  # fmt: skip
         self._writer = saving.Writer()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
+        # An optimizer step makes the pages of trained weights memory of this process; frozen ones stay in the file.
+        self._memory.count_mapped(local(one) for one in self._parameters() if not one.requires_grad)
 
     def _teacher(self) -> ModelInfo:
         info = read_model(locate(self._config.teacher), self._info.dtype, self._info.trust_remote_code)
@@ -116,6 +123,7 @@ class HeldModels:
 
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
         config, ranks = self._config, self._ranks
+        refuse_unfit(config.kernels, self._device.type, config.parallel.tensor)
         # Only weights that are trained have float32 masters.
         mastered = (trained and config.lora is None) or not self._low
         model = load_model(
@@ -128,9 +136,11 @@ class HeldModels:
             self._adapters = Adapters(model, config.lora, self._seed, config.head)
             self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
-        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head, ranks.context)
+        root, layout = prepare(
+            model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels
+        )  # fmt: skip
         if trained and config.gradient_checkpointing:
-            enable_checkpointing(model)
+            enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)
         if not trained:
@@ -184,7 +194,7 @@ class HeldModels:
     def take(self, folder: str) -> None:
         """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written."""
         self._write_adapter(folder)
-        size = sum(part.nbytes for _, part in self._saved())
+        size = sum(part.nbytes for _, part in self._saved_of_model()) + self._stepper.bytes_of_parts(self._ranks.rank)
         write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)
         self._writer.take(self._saved(), size, write)
 
@@ -203,16 +213,19 @@ class HeldModels:
             "architecture": self._info.architecture,
             "optimizer": self._config.optimizer.kind,
             "optimizer_steps": self._stepper.steps,
-            "steps": {name: float(state["step"]) for name, state in self._stepper.state().items()},
+            "steps": self._stepper.taken(),
         }
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts that this rank writes."""
+        yield from self._saved_of_model()
+        yield from self._stepper.parts(self._ranks.rank)
+
+    def _saved_of_model(self) -> Iterator[tuple[str, Tensor]]:
         for kind, tensors in self._state().items():
             for name, tensor in tensors:
-                yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
-        for name, moment in self._stepper.moments():
-            yield from checkpoint.parts(name, moment, self._ranks.rank)
+                if kind != "weights" or name not in self._stepper.masters_away:
+                    yield from checkpoint.parts(f"{kind}/{name}", tensor, self._ranks.rank)
 
     def _state(self) -> dict[str, list[tuple[str, Tensor]]]:
         if self._adapters is not None:  # they are in PEFT's format, and the model is not saved
@@ -230,10 +243,11 @@ class HeldModels:
         self._stepper.refuse_others(saved)
         if self._adapters is not None:
             adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
+        away = self._stepper.masters_away
         for kind, tensors in self._state().items():
-            saved.read_into((f"{kind}/{name}", tensor) for name, tensor in tensors)
+            saved.read_into((f"{kind}/{n}", tensor) for n, tensor in tensors if kind != "weights" or n not in away)
+        self._weights.push(self._weights.copied - away)
         self._stepper.load(saved)
-        self._weights.push()
 
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
@@ -270,6 +284,7 @@ class HeldModels:
     def wake(self) -> None:
         """Bring weights and optimizer back."""
         self._offload.wake()
+        self._memory.count_mapped(())  # what was read back lies in memory of this process
 
     def let_go(self) -> None:
         """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
@@ -278,12 +293,16 @@ class HeldModels:
                 reshard(root.model)
             torch.cuda.empty_cache()
 
-    def _held(self) -> Iterator[Tensor]:
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all models, each rank's shards of them."""
         for root in (self._root, *self._frozen.values()):
             reshard(root.model)
-            yield from map(local, root.model.parameters())
+            yield from root.model.parameters()
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from map(local, self._parameters())
         yield from map(local, self._weights.masters.values())
-        yield from (local(moment) for _, moment in self._stepper.moments())
+        yield from self._stepper.held()
 
     def close(self) -> None:
         """Leave the process group."""

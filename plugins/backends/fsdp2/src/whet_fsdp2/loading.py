@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve
 
 from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
@@ -15,12 +14,14 @@ from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import Feed, feed, spread
+from whet_fsdp2.kernels import use_kernels
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
+from whet_fsdp2.varlen import kernel_for
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +103,6 @@ def quiet() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Turn gradient checkpointing on. There is no dropout, so no random state has to be kept."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False, "preserve_rng_state": False})
-    except ValueError as error:
-        raise ConfigError(f"backend.gradient_checkpointing: {error}") from error
-    model.train()
-
-
 def _refuse_incomplete(path: str, report: Any) -> None:
     for kind, words in (
         ("missing_keys", "lack"),
@@ -129,11 +120,11 @@ def _refuse_incomplete(path: str, report: Any) -> None:
 
 
 def prepare(
-    model: Any, wanted: str, chunk: int, longest: int, head: str = "lm", context: Any = None
+    model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = ()
 ) -> tuple[AnyRoot, Layout]:
-    """Return the model as a `Root` or `ValueRoot`, and the layout for sequences up to `longest`.
+    """Return the model as a `Root` or `ValueRoot`, and its layout.
 
-    `context`: the process group of the ranks that share rows.
+    `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
@@ -141,6 +132,8 @@ def prepare(
     batch = _probe(model)
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
+        tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
+        use_kernels(model, kernels, lambda: _plain_outputs(model, batch, head), expected, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)
@@ -148,8 +141,9 @@ def prepare(
         if wanted == "padded":
             return root, "padded"
         layout: Layout = "packed" if wanted == "packed" else "shared"
-        problem = _try_packed(root, batch, layout, longest, expected, context)
+        problem = _try_packed(root, batch, layout, expected, context)
     if problem is None:
+        _name_kernel(model)
         return root, layout
     if context is not None:
         raise ConfigError(f"backend.parallel.context: packed rows do not work for {type(model).__name__}: {problem}")
@@ -159,6 +153,17 @@ def prepare(
         )
     log.warning("layout: padded, because packed rows do not work for %s: %s", type(model).__name__, problem)
     return root, "padded"
+
+
+def _name_kernel(model: Any) -> None:
+    """Print which kernel computes attention on a GPU, and why."""
+    device = local(model.get_input_embeddings().weight).device
+    if device.type == "cuda":
+        settings = model.config.get_text_config()
+        size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        kernel, why = kernel_for(device, compute_dtype(model), size)
+        words = why if kernel is not None else f"scaled_dot_product_attention by blocks, because {why}"
+        print(f"attention of packed rows: {words}", flush=True)
 
 
 def _probe(model: Any) -> Batch:
@@ -245,15 +250,14 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
         )
 
 
-def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any, context: Any) -> str | None:
+def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, context: Any) -> str | None:
     """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
     before = root.model.config._attn_implementation
     try:
         root.model.set_attn_implementation(attention.NAME)
         one = feed(batch, layout, _device(root), context)
-        plan = evolve(one.arguments["whet_plan"], reach=longest)
-        off = _differ(_outputs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
+        off = _differ(_outputs(root, one), expected)
         problem = None if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason

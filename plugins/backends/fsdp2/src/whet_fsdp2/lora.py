@@ -77,7 +77,7 @@ class Adapters:
             names = {one: f"{name}.{one}" for one in parameters}
             own = {one: parts[weight] for one, weight in names.items()}
             wrap(module, partial(ExpertsForward, self, module, names, own))
-        self.head = _free_head(model) if head == "value" else None
+        self.head: nn.Parameter | None = self._free_head(model) if head == "value" else None
         if config.adapter:
             self._load_start(Path(config.adapter))
         kept = self.pairs if config.adapter else {}
@@ -101,6 +101,25 @@ class Adapters:
             nn.Parameter(torch.zeros(*experts, out, self.info.rank)),
         )
         return part
+
+    def _free_head(self, model: Any) -> nn.Parameter:
+        """Return a value head that trains in float32, whole on every rank, in the place of the model's own."""
+        module = getattr(model, VALUE_HEAD)
+        module.forward = self._values
+        return nn.Parameter(full(module.weight.detach()).float().clone())
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        assert self.head is not None
+        return F.linear(hidden.float(), self.head)
+
+    def allocate(self, *, start: bool) -> None:
+        """Replace all adapters by new tensors without values: fake ones in a trace. `start`: a copy of them is held."""
+        for weight, (a, b) in self.pairs.items():
+            self.pairs[weight] = nn.Parameter(torch.empty(a.shape)), nn.Parameter(torch.empty(b.shape))
+        if self.head is not None:
+            self.head = nn.Parameter(torch.empty(self.head.shape))
+        kept = self.pairs if start else {}
+        self._start = {weight: (a.detach().clone(), b.detach().clone()) for weight, (a, b) in kept.items()}
 
     def to(self, device: torch.device) -> None:
         """Move the adapters, in place."""
@@ -232,7 +251,7 @@ class AdapterWeights(PolicyWeights):
     def __init__(self, root: AnyRoot, adapters: Adapters, ranks: int = 1, averaged: float = 1) -> None:
         """`averaged`: the factor of the objective that stands for the mean which FSDP2 takes over its gradients."""
         self.root, self.adapters, self._ranks, self._averaged = root, adapters, ranks, averaged
-        self._low = []
+        self._low = {}
         self.masters: dict[str, Tensor] = dict(adapters.parameters())
         self.trained = self.masters
 
@@ -304,10 +323,3 @@ def find_experts(model: Any) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
         if names and name.rpartition(".")[2] == "experts":
             found[name] = module, names
     return found
-
-
-def _free_head(model: Any) -> nn.Parameter:
-    """Return a value head that trains in float32, whole on every rank, in the place of the model's own."""
-    head = nn.Parameter(full(getattr(model, VALUE_HEAD).weight.detach()).float().clone())
-    getattr(model, VALUE_HEAD).forward = lambda hidden: F.linear(hidden.float(), head)
-    return head

@@ -2,15 +2,19 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whet.errors import CheckpointError, ConfigError
+from whet_fsdp2 import checkpoint, eight_bit
 from whet_fsdp2.checkpoint import STATE, Saved
 from whet_fsdp2.config import OptimizerConfig, ScheduleConfig
+from whet_fsdp2.host_state import Bucket, buckets
 from whet_fsdp2.muon import Muon
+from whet_fsdp2.regions import regions, writes
 from whet_fsdp2.schedule import learning_rate
 from whet_fsdp2.sharding import like, local
 from whet_fsdp2.weights import PolicyWeights
@@ -20,46 +24,75 @@ class Stepper:
     """The optimizer over the float32 master weights of a policy. Its state is indexed by the names of the weights."""
 
     def __init__(
-        self, weights: PolicyWeights, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int
-    ) -> None:
+        self, weights: PolicyWeights, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int,
+        *, offload: bool = False,
+    ) -> None:  # fmt: skip
+        """`offload`: keep the state in host memory between steps, see `whet_fsdp2.host_state`."""
         self._weights, self._config, self._schedule = weights, optimizer, schedule
         self._total_steps = schedule.total_steps or total_steps
         self.steps = 0
         """Optimizer steps taken."""
         hidden = weights.matrices() if optimizer.kind == "muon" else set()
-        self._kinds = {name: "muon" if name in hidden else "adamw" for name in weights.trained}
+        others = "adamw" if optimizer.kind == "muon" else optimizer.kind
+        self._kinds = {name: "muon" if name in hidden else others for name in weights.trained}
         # AdamW is element by element, so it gets shards as plain tensors. Muon has to know how a matrix is sharded.
         self._stepped = {
-            name: local(weight).detach() if self._kinds[name] == "adamw" and local(weight) is not weight else weight
+            name: local(weight).detach() if self._kinds[name] != "muon" and local(weight) is not weight else weight
             for name, weight in weights.trained.items()
         }
         groups = _groups(self._stepped, self._kinds, optimizer)
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        if groups["adamw"]:
-            self._optimizers["adamw"] = torch.optim.AdamW(
-                groups["adamw"], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-            )
-        if groups["muon"]:
-            self._optimizers["muon"] = Muon(groups["muon"], optimizer.muon)
+        self._optimizers: dict[str, torch.optim.Optimizer] = {
+            kind: _optimizer(kind, of_kind, optimizer) for kind, of_kind in groups.items()
+        }
+        self.masters_away = frozenset(weights.copied & set(weights.trained) if offload else ())
+        """Names of the weights whose masters live in host memory, too."""
+        sizes = [(name, 4 * weights.share(name)) for name in weights.trained]
+        self._buckets: list[Bucket] = buckets(sizes, self._offloaded) if offload else []
 
     def step(self, norm: float, max_norm: float | None) -> float:
         """Clip by the global norm and take a step. Returns its learning rate."""
         if max_norm and norm > max_norm:
             torch._foreach_mul_(self._weights.gradients(), max_norm / norm)
         rate = self.next_rate()
-        for name, weight in self._weights.trained.items():
-            stepped = self._stepped[name]
-            if stepped is not weight:
-                stepped.grad = None if weight.grad is None else local(weight.grad)
+        gradients = {name: self._take_gradient(name) for name in self._weights.trained}
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = self._rate(group["peak"])
-            optimizer.step()
-        for stepped in self._stepped.values():
-            stepped.grad = None
-        self._weights.push()
+        for names in self.brought():
+            for name in names:
+                self._stepped[name].grad = gradients.pop(name)
+            for optimizer in self._optimizers.values():
+                optimizer.step()
+            for name in names:
+                self._stepped[name].grad = None
+            self._weights.push(names)
         self.steps += 1
         return rate
+
+    def _take_gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of what the optimizer steps: of a weight, or of this rank's shard of it."""
+        weight, stepped = self._weights.trained[name], self._stepped[name]
+        gradient = weight.grad
+        if stepped is weight:
+            weight.grad = None
+            return gradient
+        # An empty shard has nothing to update, and kernels may refuse it.
+        return None if gradient is None or not stepped.numel() else local(gradient)
+
+    def brought(self) -> Iterator[tuple[str, ...]]:
+        """Yield names of weights whose state is on the device until the next ones are yielded."""
+        if not self._buckets:
+            yield tuple(self._weights.trained)
+        for bucket in self._buckets:
+            with bucket.here() as names:
+                yield names
+
+    def _offloaded(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the tensors of some weights that live in host memory."""
+        for name in names:
+            yield from self._held(name)
+            if name in self.masters_away:
+                yield local(self._weights.trained[name])
 
     def next_rate(self) -> float:
         """Return the learning rate of the next step, of the weights that have none of their own."""
@@ -70,23 +103,69 @@ class Stepper:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the moments (sharded as the weight) and the step count of each weight that has been updated."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, master in self._weights.trained.items():
-            state = self._optimizers[self._kinds[name]].state.get(self._stepped[name])
-            if state:
-                moments = {key: like(local(state[key]), master) for key in STATE[self._kinds[name]]}
-                found[name] = {**moments, "step": state["step"]}
-        return found
+        return {name: dict(self._state_of(name)) for name in self.taken()}
 
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of each weight that has been updated, sharded as the weight, by their names in a file."""
-        for name, state in self.state().items():
-            for key in STATE[self._kinds[name]]:
-                yield f"{key}/{name}", state[key]
+    def taken(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """Return the steps of each weight that has been updated, of these names or of all."""
+        found = {name: self._raw(name) for name in (self._kinds if names is None else names)}
+        return {name: float(state["step"]) for name, state in found.items() if state}
+
+    def _raw(self, name: str) -> Mapping[str, Any]:
+        """Return the state of a weight as its optimizer has it. Empty: it has taken no step."""
+        return self._optimizers[self._kinds[name]].state.get(self._stepped[name]) or {}
+
+    def _state_of(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        kind, master = self._kinds[name], self._weights.trained[name]
+        state = self._raw(name)
+        found = eight_bit.moments(state) if kind == "adamw_8bit" else state
+        for key in STATE[kind]:
+            yield key, like(local(found[key]), master)
+        yield "step", torch.as_tensor(state["step"])
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors of this rank in which the moments are stored."""
+        for name in self._kinds:
+            yield from self._held(name)
+
+    def _held(self, name: str) -> Iterator[Tensor]:
+        kind, state = self._kinds[name], self._raw(name)
+        if state:
+            yield from eight_bit.held(state) if kind == "adamw_8bit" else (local(state[key]) for key in STATE[kind])
+
+    def parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parts of the state that this rank writes into a checkpoint, by their keys.
+
+        State that lives in host memory is yielded as a copy there, with the masters that do.
+        """
+        for names in self.brought():
+            for name in names:
+                for key, part in self._parts(name, rank):
+                    yield key, part.to("cpu", copy=True) if self._buckets else part
+
+    def _parts(self, name: str, rank: int) -> Iterator[tuple[str, Tensor]]:
+        kind, master = self._kinds[name], self._weights.trained[name]
+        if name in self.masters_away:
+            yield from checkpoint.parts(f"weights/{name}", master, rank)
+        state = self._raw(name)
+        for key, moment in self._state_of(name) if state else ():
+            if key != "step":
+                yield from checkpoint.parts(f"{key}/{name}", moment, rank)
+        if state and kind == "adamw_8bit" and writes(master, rank):
+            for key, scale in eight_bit.scales(state).items():
+                yield _scale_key(key, name, master), scale
+
+    def bytes_of_parts(self, rank: int) -> int:
+        """Return the number of bytes of the parts, but for scales."""
+        trained, away, total = self._weights.trained, self.masters_away, 0
+        for name, kind in self._kinds.items():
+            if writes(trained[name], rank):
+                copies = (name in away) + len(STATE[kind]) * bool(self._raw(name))
+                total += copies * 4 * local(trained[name]).numel()
+        return total
 
     def refuse_others(self, saved: Saved) -> None:
         """Raise `CheckpointError` unless this optimizer can go on from the state of a checkpoint."""
-        if saved.steps and saved.optimizer != self._config.kind:
+        if saved.steps and "muon" in (saved.optimizer, self._config.kind) and saved.optimizer != self._config.kind:
             raise CheckpointError(
                 f"{saved.folder} has the state of the optimizer {saved.optimizer}, and backend.optimizer.kind is "
                 f"{self._config.kind}; set it to {saved.optimizer}, or export the model and begin a new run with it"
@@ -95,17 +174,50 @@ class Stepper:
             raise CheckpointError(f"{saved.folder} has optimizer state of {strange[0]}, which is not trained here")
 
     def load(self, saved: Saved) -> None:
-        """Replace all state by that of a checkpoint."""
+        """Replace all state by that of a checkpoint, and the masters that live in host memory."""
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
         self.steps = saved.optimizer_steps
-        for name, step in saved.steps.items():
-            master, kind, stepped = self._weights.trained[name], self._kinds[name], self._stepped[name]
-            # Each weight has a step counter of its own: AdamW would count a shared one up once for each weight.
-            counter = torch.tensor(step, dtype=torch.float32, device=local(master).device)
-            moments = {key: torch.zeros_like(stepped) for key in STATE[kind]}
-            saved.read_into((f"{key}/{name}", like(local(moment), master)) for key, moment in moments.items())
-            self._optimizers[kind].state[stepped] = {"step": counter, **moments}
+        for names in self.brought():
+            away = [name for name in names if name in self.masters_away]
+            saved.read_into((f"weights/{name}", self._weights.trained[name]) for name in away)
+            self._weights.push(away)
+            for name in names:
+                if name in saved.steps:
+                    self._load(name, saved.steps[name], saved)
+
+    def _load(self, name: str, step: float, saved: Saved) -> None:
+        master, kind, stepped = self._weights.trained[name], self._kinds[name], self._stepped[name]
+        moments = {key: torch.zeros_like(stepped) for key in STATE[kind]}
+        saved.read_into((f"{key}/{name}", like(local(moment), master)) for key, moment in moments.items())
+        if kind == "adamw_8bit":
+            self._load_8bit(name, int(step), moments, saved)
+            return
+        # Each weight has a step counter of its own: AdamW would count a shared one up once for each weight.
+        counter = torch.tensor(step, dtype=torch.float32, device=local(master).device)
+        self._optimizers[kind].state[stepped] = {"step": counter, **moments}
+
+    def _load_8bit(self, name: str, step: int, moments: dict[str, Tensor], saved: Saved) -> None:
+        state = eight_bit.make_state(self._optimizers["adamw_8bit"], self._stepped[name])
+        keys = {key: _scale_key(key, name, self._weights.trained[name]) for key in moments}
+        known = {key: torch.zeros_like(scale) for key, scale in eight_bit.scales(state).items() if saved.has(keys[key])}
+        saved.read_into((keys[key], scale) for key, scale in known.items())
+        eight_bit.fill(state, step, moments, known)
+
+
+def _scale_key(key: str, name: str, master: Tensor) -> str:
+    """Return the name of the scales of a shard: those of another layout have another name."""
+    found = [f"{','.join(map(str, one.begin))}+{','.join(map(str, one.size))}" for one, _ in regions(master)]
+    return f"{key}_scale/{name}:{';'.join(found)}"
+
+
+def _optimizer(kind: str, groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if kind == "muon":
+        return Muon(groups, config.muon)
+    if kind == "adamw_8bit":
+        made: torch.optim.Optimizer = eight_bit.adamw(groups, config)
+        return made
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _groups(
@@ -116,7 +228,7 @@ def _groups(
     hits = [0] * len(optimizer.groups)
     for name, weight in trained.items():
         kind = kinds[name]
-        peak = optimizer.lr if kind == "adamw" or optimizer.muon.lr is None else optimizer.muon.lr
+        peak = optimizer.lr if kind != "muon" or optimizer.muon.lr is None else optimizer.muon.lr
         decay = optimizer.weight_decay if weight.ndim >= 2 else 0.0
         number = next((n for n, group in enumerate(optimizer.groups) if re.search(group.match, name)), None)
         if number is not None:
@@ -132,9 +244,9 @@ def _groups(
                 f"backend.optimizer.groups.{number}.match: {group.match!r} matches no weight{earlier}; the model has "
                 f"{len(trained)} weights: {', '.join(list(trained)[:3])} and so on"
             )
-    groups: dict[str, list[dict[str, object]]] = {"adamw": [], "muon": []}
+    groups: dict[str, list[dict[str, object]]] = {}
     for (kind, peak, decay), weights in found.items():
-        groups[kind].append({"params": weights, "peak": peak, "lr": peak, "weight_decay": decay})
+        groups.setdefault(kind, []).append({"params": weights, "peak": peak, "lr": peak, "weight_decay": decay})
     return groups
 
 

@@ -1,4 +1,6 @@
-"""Packed attention with PyTorch's public attention function only. Devices other than the CPU use it.
+"""Packed attention with PyTorch's public attention function only.
+
+It computes what `whet_fsdp2.varlen` has no kernel for, and windows on CPUs.
 
 The keys of a completion's row begin with a copy of its prefix, and a mask hides the padding:
 
@@ -42,14 +44,17 @@ class RowPlan:
     """[T] the index of each token among the real queries of all blocks."""
 
 
-def plan_rows(lengths: Ints, prefix: Ints, device: torch.device) -> RowPlan:
-    """Return the blocks for segments of these lengths [S]. prefix [S]: the prefix segment of each segment, or -1."""
+def plan_rows(lengths: Ints, prefix: Ints, device: torch.device, window: int | None = None) -> RowPlan:
+    """Return the blocks for segments of these lengths [S]. prefix [S]: the prefix segment of each segment, or -1.
+
+    `window`: the number of keys that a query sees, itself included. None: all.
+    """
     place = np.cumsum(lengths) - lengths
     blocks, order = [], []
     for members in (np.flatnonzero(prefix < 0), np.flatnonzero(prefix >= 0)):
         for found in bins(lengths[members]):
             chosen = members[found.members]
-            block, tokens = _block(chosen, found.width, lengths, prefix, place, device)
+            block, tokens = _block(chosen, found.width, lengths, prefix, place, device, window)
             blocks.append(block)
             order.append(tokens)
     back = np.argsort(np.concatenate(order), kind="stable")
@@ -57,18 +62,25 @@ def plan_rows(lengths: Ints, prefix: Ints, device: torch.device) -> RowPlan:
 
 
 def _block(
-    chosen: Ints, width: int, lengths: Ints, prefix: Ints, place: Ints, device: torch.device
+    chosen: Ints, width: int, lengths: Ints, prefix: Ints, place: Ints, device: torch.device, window: int | None
 ) -> tuple[RowBlock, Ints]:
     column = np.arange(width)
     queries = place[chosen, None] + np.minimum(column, lengths[chosen, None] - 1)
     real = np.flatnonzero(column < lengths[chosen, None])
     keys, mask = queries, None
+    causal: Any = np.tri(width, dtype=bool)
+    if window is not None:
+        causal = causal & ~np.tri(width, k=-window, dtype=bool)
+        mask = np.tile(causal, (len(chosen), 1, 1, 1)) if window < width else None
     if prefix[chosen[0]] >= 0:
         before = prefix[chosen]
         span = np.arange(int(lengths[before].max()))
         keys = np.concatenate([place[before, None] + np.minimum(span, lengths[before, None] - 1), queries], 1)
         seen = np.broadcast_to((span < lengths[before, None])[:, None], (len(chosen), width, len(span)))
-        causal = np.broadcast_to(np.tri(width, dtype=bool), (len(chosen), width, width))
+        if window is not None:  # a query comes after its whole prefix
+            at = lengths[before, None, None] + column[:, None]
+            seen = seen & (at - span < window)
+        causal = np.broadcast_to(causal, (len(chosen), width, width))
         mask = np.concatenate([seen, causal], 2)[:, None]
 
     def tensor(array: Any) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from whet.errors import ConfigError
+from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.ranks import Ranks
 
 _REDISTRIBUTION = logging.getLogger("torch.distributed.tensor._redistribute")
@@ -51,6 +53,7 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
             f"{ranks.role}.parallel: transformers {__version__} has no {', '.join(unknown)} in its DistributedConfig; "
             f"install transformers >= {WANTED}"
         )
+    apply = getattr(mixin, "apply_fully_sharded_data_parallelism", None)
     place = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)
     make_mesh = getattr(mixin, "initialize_distributed_mesh", None)  # versions before 5.23 make a mesh for each model
@@ -58,9 +61,13 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
         mixin.initialize_distributed_mesh = lambda config: ranks.once(f"mesh {wanted}", lambda: make_mesh(config))
     # This style reduces the gradient that has been accumulated, after each micro-batch; `sum_partial` reduces it once.
     ALL_PARALLEL_STYLES[PARTIAL] = TensorParallelLayer()
+    if apply is not None:
+        mixin.apply_fully_sharded_data_parallelism = partial(_shard_all_but_kept, apply)
     try:
         yield DistributedConfig(**wanted)
     finally:
+        if apply is not None:
+            mixin.apply_fully_sharded_data_parallelism = apply
         if make_mesh is not None:
             mixin.initialize_distributed_mesh = make_mesh
         del ALL_PARALLEL_STYLES[PARTIAL]
@@ -68,6 +75,23 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
             del os.environ["LOCAL_RANK"]
         else:
             os.environ["LOCAL_RANK"] = place
+
+
+def _shard_all_but_kept(apply: Any, model: Any, *arguments: Any, **more: Any) -> Any:
+    """Call a function of transformers that applies FSDP2, without the weights that stay in float32.
+
+    FSDP2 casts all weights of a layer to one dtype, and wants all to be stored in one. So each rank holds these few
+    weights whole, and `PolicyWeights.complete_gradients` takes the mean of their gradients.
+    """
+    from transformers.distributed import fsdp
+
+    names, shard = kept_in_float32(model), fsdp.fully_shard
+    kept = {parameter for name, parameter in model.named_parameters() if name in names}
+    fsdp.fully_shard = partial(shard, ignored_params=kept) if kept else shard
+    try:
+        return apply(model, *arguments, **more)
+    finally:
+        fsdp.fully_shard = shard
 
 
 def tensor_group(model: Any) -> Any:
@@ -140,13 +164,14 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def sum_partial(gradients: "list[Tensor]", group: Any) -> None:
-    """Add up the gradients of weights that tensor parallel ranks hold whole. In place."""
+def sum_partial(gradients: "list[Tensor]", group: Any, divisor: int = 1) -> None:
+    """Add up gradients of weights that all ranks of a group hold whole, and divide the sums. In place."""
     import torch.distributed as dist
 
     if not gradients:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat, group=group)
+    flat.div_(divisor)
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

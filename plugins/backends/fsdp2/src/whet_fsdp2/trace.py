@@ -7,8 +7,10 @@ built from `config.json` on the meta device, and shortcuts are applied without a
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 import transformers
@@ -17,14 +19,15 @@ from torch import Tensor, nn
 from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, norms
+from whet_fsdp2 import attention, norms, varlen
+from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
+from whet_fsdp2.forecast import not_held, with_adamw
 from whet_fsdp2.layout import Layout
-from whet_fsdp2.loading import enable_checkpointing
+from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
-from whet_fsdp2.portable import attend_rows
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import sharding
@@ -35,30 +38,43 @@ from whet_memory.timelines import Timeline
 from whet_ops import logprobs
 
 ROWS = "whet_packed_rows"
-"""The attention of GPUs: PyTorch's own function for every block."""
+"""The attention of GPUs."""
 CPU = torch.device("cpu")
 
 
 def trace(case: Case) -> dict[str, Timeline]:
-    """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`."""
+    """Return the live bytes after each operation of `forward`, `backward`, `optimizer` and `idle`, or of `score`.
+
+    Moments of 8 bits, or in host memory, are traced as AdamW's in float32. What is held less is subtracted.
+    """
     with fake_ranks(case.sizes.ranks):  # and their meshes, before tensors are fake
-        return _trace(case)
+        found = _trace(case)
+    less, brought = not_held(case)
+    more = {"optimizer": brought}
+    return {phase: [(name, size - less + more.get(phase, 0)) for name, size in line] for phase, line in found.items()}
 
 
 def _trace(case: Case) -> dict[str, Timeline]:
-    config = structure(dict(case.settings), Fsdp2Config, None)
+    config = with_adamw(structure(dict(case.settings), Fsdp2Config, None))
     low, size = case.model.dtype == "bfloat16", case.sizes.ranks
     ranks = Ranks(WorkerRank("backend", 0, size), config.parallel)
     attention.register()
-    root, frozen = _build(case, config, ranks, trained=case.trained), []
-    for wanted in (config.reference, config.teacher):
-        frozen += [_build(case, config, ranks, trained=False)] if wanted else []
-    with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype():
+    root, adapters = _build(case, config, ranks, trained=case.trained)
+    wanted = (config.reference and config.lora is None, config.teacher)
+    frozen = [_build(case, config, ranks, trained=False)[0] for one in wanted if one]
+    if config.teacher and isinstance(root, Root) and isinstance(frozen[-1], Root):
+        root.teacher = (frozen[-1],)
+    with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype(), _even_experts(live, case):
         for built in (root, *frozen):
             _allocate(built.model)
         layout: Layout = "packed" if root.model.config._attn_implementation in (attention.NAME, ROWS) else "padded"
-        copied = low and case.trained and ranks.grid.averaged == 1
-        weights = PolicyWeights(root, copied, size, torch.bfloat16 if low else torch.float32)
+        weights: PolicyWeights
+        if adapters is not None and config.lora is not None:
+            adapters.allocate(start=bool(config.lora.adapter))
+            weights = AdapterWeights(root, adapters, size, ranks.grid.averaged)
+        else:
+            copied = low and case.trained and ranks.grid.averaged == 1
+            weights = PolicyWeights(root, copied, size, torch.bfloat16 if low else torch.float32)
         stepper = Stepper(weights, config.optimizer, config.schedule, 10)
         one = feed(_batch(case), layout, CPU, ranks.context)
         if case.trained:
@@ -94,20 +110,44 @@ def _few_chunks(outputs: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _experts_of_any_dtype() -> Iterator[None]:
-    """Compute experts by the operation of transformers that has shapes for fake tensors of every dtype.
+    """Compute experts in float32 by an operation of transformers, whose results have the same shapes.
 
-    PyTorch's `_grouped_mm` computes float32 on a CPU, but refuses fake tensors of it. Results have the same shapes.
+    PyTorch's `_grouped_mm` computes float32 on a CPU, but refuses fake tensors of it.
     """
     from transformers.integrations import moe
 
     real = getattr(moe, "_can_use_grouped_mm", None)
     if real is not None:
-        moe._can_use_grouped_mm = lambda *tensors: False
+        moe._can_use_grouped_mm = lambda _, weight, __: weight.dtype == torch.bfloat16
     try:
         yield
     finally:
         if real is not None:
             moe._can_use_grouped_mm = real
+
+
+@contextmanager
+def _even_experts(live: LiveBytes, case: Case) -> Iterator[None]:
+    """Send equally many tokens to the experts of each rank: how many it would be, fake tensors do not tell."""
+    if case.sizes.expert == 1:
+        yield
+        return
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    real = AllToAllEP._dispatch_tokens
+
+    def dispatch(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+        rows = -(-chosen.shape[0] // self.tp_mesh.size()) * chosen.shape[1]
+        ranks = self.ep_mesh.size()
+        sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        with live.reading([*sizes, *sizes]):  # sent, and received
+            return real(self, hidden, chosen, weights)
+
+    AllToAllEP._dispatch_tokens = dispatch
+    try:
+        yield
+    finally:
+        AllToAllEP._dispatch_tokens = real
 
 
 def _make_moments(weights: PolicyWeights, stepper: Stepper) -> None:
@@ -135,10 +175,14 @@ def _train(
     weights.drop_gradients()
 
 
-def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyRoot:
-    """Return the module on the meta device, sharded, with the shortcuts that `loading.prepare` would choose."""
-    low = case.model.dtype == "bfloat16"
-    mastered = trained or not low
+def _build(
+    case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool
+) -> tuple[AnyRoot, Adapters | None]:  # fmt: skip
+    """Return the module on the meta device, sharded, with the shortcuts that `loading.prepare` would choose, and its
+    adapters.
+    """
+    low, lora = case.model.dtype == "bfloat16", config.lora if trained else None
+    mastered = (trained and lora is None) or not low
     model = _model(case, config.head, torch.float32 if mastered else torch.bfloat16)
     if case.device == "cpu":
         _hasten_norms(model)  # before FSDP2 changes their classes, which cannot be copied
@@ -146,15 +190,16 @@ def _build(case: Case, config: Fsdp2Config, ranks: Ranks, trained: bool) -> AnyR
         with sharding(ranks, low and mastered, keep=not config.reshard_after_forward) as wanted:
             wanted, _, mesh = type(model).prepare_distribute_model(wanted)
             model = type(model).maybe_distribute_model(model, wanted, mesh)
+    adapters = None if lora is None else Adapters(model, attrs.evolve(lora, adapter=""), 0, config.head)
     root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
     root.narrowed = narrow(model)
     if config.layout != "padded":
         _use_packed(model, config.layout, case.device == "gpu")
     if trained and config.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, config.gradient_checkpointing)
     if not trained:
         model.requires_grad_(False)
-    return root
+    return root, adapters
 
 
 def _model(case: Case, head: str, dtype: torch.dtype) -> Any:
@@ -201,13 +246,15 @@ def _rows_attention(
     dropout: float = 0.0, *, whet_plan: Any, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return what `attention.packed_attention` computes on a GPU."""
-    attention.refuse_unsupported(whet_plan, query, value, mask, dropout, more)
+    attention.refuse_unsupported(query, value, mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    kernel = varlen.of_torch()[0] if q.dtype in varlen.HALVES else None
+    attend = partial(attention.attend_elsewhere, plan=whet_plan, scale=scale, window=None, kernel=kernel)
     if (piece := whet_plan.piece) is None:
-        return attend_rows(q, k, v, whet_plan.for_rows(CPU), scale)[None], None
+        return attend(q, k, v)[None], None
     q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
-    return piece.to_tokens(attend_rows(q, k, v, whet_plan.for_rows(CPU), scale))[None], None
+    return piece.to_tokens(attend(q, k, v))[None], None
 
 
 def _hasten_norms(model: nn.Module) -> None:

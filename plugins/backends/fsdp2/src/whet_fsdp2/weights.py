@@ -1,7 +1,7 @@
 """The weights of a policy on one rank: float32 masters, and the copies for the forward pass."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import copies, full, local, partial_names, sum_partial, tensor_group
+
+NORM_PIECE: Final = 1 << 21
+"""Numbers of a gradient whose norm is computed at a time, because on CPUs a copy in float64 is made of them."""
 
 
 class PolicyWeights:
@@ -25,17 +28,17 @@ class PolicyWeights:
     ) -> None:
         """`low_precision`: hold copies in bfloat16 for the forward pass. `compute`: the dtype of the forward pass."""
         self.root, self._ranks, self._compute = root, ranks, compute
-        self._low: list[tuple[nn.Parameter, Tensor]] = []
+        self._low: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.masters: dict[str, Tensor] = {}
         """This rank's shards, of all weights."""
         self._kept = kept_in_float32(root.model)
-        for name, parameter in root.model.named_parameters():
+        for name, parameter in list(root.model.named_parameters()):
             if low_precision and name not in self._kept:
                 master = parameter.detach().clone()
-                parameter.data = parameter.data.to(torch.bfloat16)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_add_into(master))
-                self._low.append((parameter, master))
+                copy = _lowered(root.model, parameter)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(_add_into(master))
+                self._low[name] = copy, master
                 self.masters[name] = master
             else:
                 self.masters[name] = parameter
@@ -44,12 +47,25 @@ class PolicyWeights:
         }  # fmt: skip
         self._group = tensor_group(root.model)
         self._partial = partial_names(root.model) & set(self.trained) if self._group is not None else set()
+        self._whole = self._kept & set(self.trained) if ranks > 1 else set()
 
     @torch.no_grad()
-    def push(self) -> None:
-        """Copy the values of the masters to the bfloat16 copies."""
-        for parameter, master in self._low:
-            parameter.copy_(master)
+    def push(self, names: Iterable[str]) -> None:
+        """Copy the values of masters to their bfloat16 copies."""
+        for name in names:
+            if name in self._low:
+                parameter, master = self._low[name]
+                parameter.copy_(master)
+
+    @property
+    def copied(self) -> set[str]:
+        """Return the names of the weights of which the module holds a bfloat16 copy."""
+        return set(self._low)
+
+    def share(self, name: str) -> int:
+        """Return how many numbers of a weight a rank holds: the same on every rank, and the mean if they differ."""
+        master = self.masters[name]
+        return int(master.numel() * copies(master, self._ranks) / self._ranks)
 
     def drop_gradients(self) -> None:
         """Free the gradients."""
@@ -67,9 +83,13 @@ class PolicyWeights:
                 gradient, placements = master.grad, getattr(master, "placements", None)
                 if isinstance(gradient, DTensor) and gradient.placements != placements:
                     master.grad = gradient.redistribute(placements=placements)
-        if self._partial:
-            found = [self.trained[name].grad for name in sorted(self._partial)]
-            sum_partial([local(gradient) for gradient in found if gradient is not None], self._group)
+        sum_partial(self._gradients_of(self._partial), self._group)
+        # FSDP2 leaves these out. It would take the mean over ranks with other data; the others have the same gradient.
+        sum_partial(self._gradients_of(self._whole), None, self._ranks)
+
+    def _gradients_of(self, names: set[str]) -> list[Tensor]:
+        found = [self.trained[name].grad for name in sorted(names)]
+        return [local(gradient) for gradient in found if gradient is not None]
 
     def matrices(self) -> set[str]:
         """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
@@ -83,7 +103,8 @@ class PolicyWeights:
         by_copies: dict[float, list[Tensor]] = {}
         for master in self.trained.values():
             if master.grad is not None:
-                by_copies.setdefault(copies(master.grad, self._ranks), []).append(local(master.grad))
+                pieces = torch.split(local(master.grad).reshape(-1), NORM_PIECE)
+                by_copies.setdefault(copies(master.grad, self._ranks), []).extend(pieces)
         total = torch.zeros((), dtype=torch.float64)
         for count, gradients in by_copies.items():
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
@@ -93,12 +114,24 @@ class PolicyWeights:
     @torch.no_grad()
     def computing(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the weights that the forward pass uses. Every rank must iterate to the end."""
-        copies = {id(master): parameter for parameter, master in self._low}
+        low = {id(master): parameter for parameter, master in self._low.values()}
         for name, master in self.masters.items():
-            used = copies.get(id(master), master).detach()
+            used = low.get(id(master), master).detach()
             yield name, full(used if name in self._kept else used.to(self._compute))
         for name, buffer in persistent_buffers(self.root.model):
             yield name, buffer
+
+
+def _lowered(model: nn.Module, parameter: Any) -> Any:
+    """Return a parameter in bfloat16, in its place in the model. Setting the data of a DTensor leaves its shard."""
+    if isinstance(parameter, DTensor):
+        low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            places = [name for name, own in module._parameters.items() if own is parameter]
+            module._parameters.update(dict.fromkeys(places, low))
+        return low
+    parameter.data = parameter.data.to(torch.bfloat16)
+    return parameter
 
 
 def _add_into(master: Tensor) -> Any:

@@ -62,9 +62,10 @@ class Worker(HeldModels):
         self._weights.drop_gradients()
         with self._memory.phase("train"):
             total, found = self._accumulate(self._live(batch, made), made, counts, watch)
-        self._weights.complete_gradients()
-        (value,) = self._ranks.sum([total])
-        norm = self._ranks.sum_all([float(self._weights.square_of_norm())])[0] ** 0.5
+        with self._memory.phase("optimizer"):
+            self._weights.complete_gradients()
+            (value,) = self._ranks.sum([total])
+            norm = self._ranks.sum_all([float(self._weights.square_of_norm())])[0] ** 0.5
         if not is_finite(value, norm):
             return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
         self._nonfinite = 0

@@ -22,15 +22,30 @@ class Base:
         self._model = model
         self._kept: dict[str, Tensor] = {}
         self._replaced = False
+        self._held: tuple[list[tuple[str, Tensor]], AdapterInfo] | None = None
 
     def forget(self) -> None:
         """Forget the kept weights: the model is getting all weights anew, perhaps with an adapter in them."""
         self._kept.clear()
-        self._replaced = True
+        self._replaced, self._held = True, None
+
+    def hold(self, tensors: Iterable[tuple[str, Tensor]], info: AdapterInfo) -> None:
+        """Copy an adapter to host memory, in place of one that is held, for `apply_held`. Raises `WeightSyncError`."""
+        copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+        pairs(copies, info)
+        self._held = copies, info
+
+    def apply_held(self) -> bool:
+        """Apply the adapter that is held. Return whether there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.apply(*held)
+        return held is not None
 
     @torch.no_grad()
     def apply(self, tensors: Iterable[tuple[str, Tensor]], info: AdapterInfo) -> None:
         """Change the model's weights to those with an adapter. Raises `WeightSyncError` if it is of another model."""
+        self._held = None
         found = pairs(tensors, info)
         if self._replaced:
             raise WeightSyncError("an adapter came alone after all weights had come, so its base is not known any more")

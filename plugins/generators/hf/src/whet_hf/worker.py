@@ -150,18 +150,22 @@ class Worker:
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
     def _take(self, spec: TransferSpec, version: int) -> None:
-        self._offload.wake(contents=spec.adapter is not None)
+        # An adapter is small: it waits until the weights are back, so that both models are never on a GPU at once.
+        held = spec.adapter is not None and self._offload.asleep
+        if not held:
+            self._offload.wake(contents=spec.adapter is not None)
         try:
             tensors = receive(spec, self._rank.rank)
             if spec.adapter is not None:
-                self._base.apply(tensors, spec.adapter)
+                (self._base.hold if held else self._base.apply)(tensors, spec.adapter)
             else:
                 self._base.forget()
                 take_weights(self._model, tensors, self._stored)
         except BaseException as error:
             self._weights.broken = str(error)
             raise
-        self._decoder.refresh()
+        if not held:
+            self._decoder.refresh()
         self._weights.version, self._weights.broken = version, ""
 
     def sleep(self) -> int:
@@ -169,10 +173,17 @@ class Worker:
         with self._busy:
             return self._decoder.free() + self._offload.sleep(self._model.parameters())
 
+    @torch.inference_mode(False)
     def wake(self) -> None:
-        """Bring the weights back. The next batch makes the cache."""
+        """Bring the weights back, and apply an adapter that came meanwhile. The next batch makes the cache."""
         with self._busy:
             self._offload.wake()
+            try:
+                if self._base.apply_held():
+                    self._decoder.refresh()
+            except BaseException as error:
+                self._weights.broken = str(error)
+                raise
 
     def close(self) -> None:
         """Release the offloaded weights and stop the threads."""

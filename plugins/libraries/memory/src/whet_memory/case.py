@@ -103,6 +103,8 @@ class Saving:
     value: Any
     cost: str
     """What it costs, as the end of a sentence."""
+    other_result: bool = False
+    """Whether the run learns something else, e.g. an adapter in place of all weights. Such changes come last."""
 
 
 @frozen
@@ -120,8 +122,6 @@ class Forecast:
     """`package.module:function`, called as `function(case, layers)` in a process of the role's Python. It computes a
     training step of a model of so many layers on tensors without memory and returns a `Timeline` for each phase.
     Empty: there are formulas alone."""
-    untraced: str = ""
-    """Why there is no trace."""
     savings: Callable[[Case], tuple[Saving, ...]] = lambda case: ()
     """Changes that can save memory of this case, the cheapest first."""
     sizes: Callable[[int], Sizes] = Sizes

@@ -4,8 +4,8 @@ Roles that share processes see each other: what a role measures includes what th
 beside it is that of the process: the phase of the role, and what every role that shares its processes holds meanwhile.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from attrs import frozen
 
@@ -15,7 +15,9 @@ from whet.run.run_folder import RunFolder
 from whet_memory.case import PHASES
 from whet_memory.measure import GIB
 
-METRIC = "memory/"
+METRIC: Final = "memory/"
+MOST: Final = 1e9
+"""GiB, beyond which a number is no size of memory."""
 
 
 @frozen
@@ -28,39 +30,67 @@ class Compared:
     predicted: int | None
     """None: it was not predicted."""
     source: str = ""
+    """`trace`, `formulas` or `terms`."""
+    cpu: bool = False
+    """Whether it was measured on a CPU."""
 
 
 def compared(folder: RunFolder) -> list[Compared]:
-    """Return the phases that were measured, each with its prediction."""
-    plan: Any = folder.read_json("plan.json") or {}
-    largest = dict[tuple[str, str], float]()
+    """Return the phases that were measured in a run, each with its prediction."""
     file = folder.path / "metrics.jsonl"
-    for row in read_rows(file) if file.exists() else ():
+    return compare(folder.read_json("plan.json"), read_rows(file) if file.exists() else ())
+
+
+def compare(plan: Any, metrics: Iterable[Mapping[str, Any]]) -> list[Compared]:
+    """Return the phases that rows of `metrics.jsonl` measured, each with its prediction in `plan.json`.
+
+    What has another form than a run writes is passed over.
+    """
+    largest = dict[tuple[str, str], float]()
+    for row in metrics:
         for name, value in row.items():
             role, _, phase = name.removeprefix(METRIC).rpartition(".")
-            if name.startswith(METRIC) and phase in PHASES and isinstance(value, int | float):
+            if name.startswith(METRIC) and phase in PHASES and isinstance(value, int | float) and 0 <= value < MOST:
                 largest[role, phase] = max(largest.get((role, phase), 0.0), value * GIB)
-    order = {phase: i for i, phase in enumerate(PHASES)}
+    ordered = sorted(largest, key=lambda one: (one[0], [*PHASES].index(one[1])))  # type: ignore[arg-type]  # it is one
+    roles = _listed(plan, "roles")
+    on_cpu = {str(_at(one, "role")) for one in roles if _at(one, "devices") == ["cpu"]}
     return [
-        Compared(role, phase, size_, *_predicted(plan, role, phase))
-        for (role, phase), size_ in sorted(largest.items(), key=lambda item: (item[0][0], order[item[0][1]]))  # type: ignore[index]  # it is one of them
-    ]  # fmt: skip
+        Compared(role, phase, largest[role, phase], *_predicted(plan, role, phase), cpu=role in on_cpu)
+        for role, phase in ordered
+    ]
 
 
-def _predicted(plan: Mapping[str, Any], role: str, phase: str) -> tuple[int | None, str]:
+def _predicted(plan: Any, role: str, phase: str) -> tuple[int | None, str]:
     """Return the prediction for the process of a role during one of its phases, and where it comes from."""
-    peaks, roles = plan.get("peaks") or {}, plan.get("roles") or ()
-    if phase not in peaks.get(role, {}):
+    if (own := _bytes(plan, role, phase)) is None:
         return None, ""
-    own = peaks[role][phase]["device"]
-    processes = {one["role"]: one["processes"] for one in roles}
-    asleep = {name for side in plan.get("turns") or () for name in side if role not in side}
+    turns, roles = _listed(plan, "turns"), _listed(plan, "roles")
+    processes = {str(_at(one, "role")): _at(one, "processes") for one in roles}
+    asleep = {str(name) for side in turns if isinstance(side, list) and role not in side for name in side}
     together = [
         name for name, group in processes.items()
         if group == processes.get(role) and name not in {role, *asleep} and phase != "loading"
     ]  # fmt: skip
-    others = sum(peaks[name]["idle"]["device"] for name in together if "idle" in peaks.get(name, {}))
-    return own + others, str(peaks[role].get("source", ""))
+    others = sum(_bytes(plan, name, "idle") or 0 for name in together)
+    return own + others, str(_at(plan, "peaks", role, "source"))
+
+
+def _bytes(plan: Any, role: str, phase: str) -> int | None:
+    found = _at(plan, "peaks", role, phase, "device")
+    return found if isinstance(found, int) and not isinstance(found, bool) and abs(found) < MOST * GIB else None
+
+
+def _listed(plan: Any, key: str) -> list[Any]:
+    found = _at(plan, key)
+    return found if isinstance(found, list) else []
+
+
+def _at(value: Any, *path: str) -> Any:
+    """Return what lies at a path of keys. None: nothing."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def lines(found: list[Compared]) -> Iterator[str]:
@@ -78,3 +108,7 @@ def lines(found: list[Compared]) -> Iterator[str]:
         off = one.measured - one.predicted
         sign = "-" if off < 0 else "+"
         yield f"{name:{width}}  {size(one.predicted):>12}  {measured:>12}  {sign}{size(abs(off))} ({one.source})"
+    if any(one.source == "formulas" for one in found):
+        yield "formulas assume full passes of `micro_batch_tokens`; `whet check --trace` before a run traces them"
+    if any(one.cpu for one in found):
+        yield "on a CPU, freed memory that the C library keeps counts as measured (MALLOC_MMAP_THRESHOLD_=65536: none)"

@@ -10,7 +10,7 @@ same where the traced code chooses them by the device that is meant.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in PyTorch
-    """Counts live storages. A value that code reads from a fake tensor is 1."""
+    """Counts live storages. A value that code reads from a fake tensor is 1; see `reading`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
@@ -38,6 +38,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         self._line: list[tuple[str, int]] = []
         self._most = 0
         self._resize = torch.UntypedStorage.resize_
+        self._values: Iterator[int] = iter(())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,6 +49,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         finally:
             self._line.append(("end", self.now))
             self._line = before
+
+    @contextmanager
+    def reading(self, values: Iterable[int]) -> Iterator[None]:
+        """Return these in turn for the integers that code reads from fake tensors in this context."""
+        before, self._values = self._values, iter(values)
+        try:
+            yield
+        finally:
+            self._values = before
 
     def forget(self) -> None:
         """Drop what was recorded so far: a first step has no moments of the optimizer yet."""
@@ -77,7 +87,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # else only the wrapper would be seen, and not the shard within
         if func is _VALUE:
-            return True if args[0].dtype == torch.bool else 1 if not args[0].is_floating_point() else 1.0
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else next(self._values, 1)
         for value in args:  # index tensors that NumPy made are results of no operation
             if isinstance(value, Tensor):
                 self._add(value)

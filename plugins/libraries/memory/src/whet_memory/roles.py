@@ -59,7 +59,7 @@ def _of_role(
     case = case_of(config, roles, plan, one, forecast)
     closed = _with_copies(forecast.formulas(case), one)
     if not (forecast.trace and tracer):
-        return Predicted(one.role, "formulas", _ordered(closed), forecast.untraced)
+        return Predicted(one.role, "formulas", _ordered(closed))
     try:
         traced = tracer.peaks(forecast.trace, case) if start else tracer.known(forecast.trace, case)
     except TraceError as error:

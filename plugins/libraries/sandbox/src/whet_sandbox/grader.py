@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from whet.component import resolve
@@ -14,6 +15,7 @@ from whet.errors import in_words
 from whet.runtime.channel import receive, send
 from whet.runtime.watchdog import die_with, leave_signals_to_driver
 from whet.runtime.wire import decode, encode
+from whet_sandbox.isolation import file_system, kernel, landlock, seccomp
 
 _OPEN_FILES: Final = 64
 OUT_OF_MEMORY: Final = 70
@@ -38,11 +40,31 @@ def main() -> None:
         except Exception as error:  # raised by the grader's own module
             send(connection, encode({"raised": in_words(error)}, packed=False))
             os._exit(1)
+        if order["confined"]:
+            confine(order["path"], os.getcwd())
         send(connection, encode({"ready": True}))
         while True:
             send(connection, _answer(function, receive(connection), order["timeout_seconds"]))
     except (EOFError, OSError):
         os._exit(0)
+
+
+def confine(folders: Sequence[str], own: str) -> None:
+    """Shut this process in, as far as the kernel can: the filter of system calls and Landlock of sandboxes.
+
+    It can then read these folders, Python and the system's programs, and write into `own`; it reaches no network, and
+    no process outside. Threads that run already are not shut in.
+    """
+    readable = (*folders, sys.prefix, sys.base_prefix, *file_system.SYSTEM, "/etc", "/proc", own)
+    if sys.platform != "linux":
+        return
+    for shut in (
+        lambda: kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1),
+        lambda: landlock.apply([path for path in readable if path], [own], file_system.DEVICES),
+        lambda: None if seccomp.supported() else seccomp.apply(),
+    ):
+        with suppress(OSError):  # a kernel without it
+            shut()
 
 
 def _load(target: str, setup: Mapping[str, Any] | None) -> Callable[..., Any]:

@@ -98,13 +98,16 @@ class GraderPool:
         setup: Mapping[str, Any] | None = None,
         *,
         start_seconds: float = 60.0,
+        confined: bool = True,
     ) -> None:
         """Make a pool. Its processes start at the first call, or with `warm`.
 
         `target` is a function of a module, or its name as `module:function`. With `setup`, `target(**setup)` is called
         once in each process and returns the function. Arguments and results are builtins. `timeout_seconds` limits the
         processor time of a call, `memory_bytes` the address space of a process, and `start_seconds` the time in which
-        a process imports its modules.
+        a process imports its modules. Once the function is made, a process is shut in as far as the kernel can: it
+        reads the folders that it imports from and those of the system, and reaches no network. A function that needs
+        more takes `confined=False`.
         """
         target = target if isinstance(target, str) else import_path(target)
         self.target, self.timeout_seconds = target, timeout_seconds
@@ -114,7 +117,7 @@ class GraderPool:
         """Calls that raised `GraderCrash` or `GraderRaised`."""
         self._order: dict[str, Any] = {
             "path": import_folders(), "target": target, "setup": None if setup is None else dict(setup),
-            "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds,
+            "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds, "confined": confined,
         }  # fmt: skip
         self._workers, self._start_seconds = workers, start_seconds
         self._jobs: deque[_Job] = deque()

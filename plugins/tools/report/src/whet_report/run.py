@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from attrs import asdict
 
 from whet.data.files import read_rows
 from whet.errors import WhetError
+from whet_memory.compared import compare
 from whet_report import curves, episodes, gaps, timing
 from whet_report.findings import findings
 
@@ -37,6 +39,7 @@ def read_run(folder: Path) -> Json:
     widest = {s: row["logprob_gap/max"] for s, row in metrics.items() if "logprob_gap/max" in row}
     training = episodes.rollouts(folder, _every(settings), widest)
     wanted = value(settings, "run", "steps") or _planned(events)
+    plan = _json(folder / "plan.json")
     run = {
         "name": folder.resolve().name, "folder": str(folder.resolve()), "written": round(time.time()),
         **state(events, max(metrics, default=0), wanted), "facts": _facts(settings),
@@ -46,7 +49,8 @@ def read_run(folder: Path) -> Json:
         "curves": curves.curves(metrics),
         "time": timing.timing(rows, rows_in(folder / "spans.jsonl")),
         "training": training, "gaps": gaps.gaps(training["sources"]), "evaluation": episodes.evaluations(folder),
-        "config": config, "versions": _versions(_json(folder / "versions.json")), "plan": _json(folder / "plan.json"),
+        "config": config, "versions": _versions(_json(folder / "versions.json")), "plan": plan,
+        "memory": [asdict(one) for one in compare(plan, rows)],
         "journal": _journal(events), "logs": _logs(folder / "logs"),
     }  # fmt: skip
 

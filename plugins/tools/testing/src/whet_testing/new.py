@@ -21,6 +21,7 @@ _OPENAI = '"whet-endpoint>=0.1,<0.2", "openai>=1.50"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'"whet-weights[torch]>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
 _STEPS = f'"whet-ops>=0.1,<0.2", {_TRANSFORMERS}, "safetensors>=0.5"'
+_SANDBOX = '"whet-sandbox>=0.1,<0.2"'
 _REPLICAS = f'"whet-generation>=0.1,<0.2", {_TRANSFORMERS}'
 
 
@@ -55,6 +56,7 @@ STARTS: dict[str, _Start] = {
     ),
     "filter": _Start("filters", "A filter", "groups neither too hard nor too easy are kept"),
     "logger": _Start("loggers", "A logger", "a CSV file"),
+    "sandbox": _Start("sandboxes", "A sandbox", "programs run behind a command, e.g. on another machine", _SANDBOX),
     "hook": _Start("hooks", "A hook", "a file that tells when a metric reaches a value"),
 }  # fmt: skip
 

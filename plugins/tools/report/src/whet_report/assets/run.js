@@ -12,6 +12,7 @@ function runView() {
     el("div", { class: "panels" },
       el("section", { class: "panel" }, el("h2", null, "Plan"), planView()),
       el("section", { class: "panel" }, el("h2", null, "Versions"), el("dl", { class: "facts scroll" }, versions.flatMap(([name, value]) => [el("dt", null, visible(name)), el("dd", null, visible(String(value)))])))),
+    data.memory.length > 0 && el("section", { class: "panel" }, el("h2", null, "Memory"), memoryView()),
     el("section", { class: "panel" }, el("h2", null, "Config"), el("pre", { id: "config", class: lines.length > 40 && "long" }, lines.map(configLine))),
     data.logs.map((log) => el("details", { class: "panel" }, el("summary", null, visible(log.name), el("span", { class: "quiet" }, log.text ? "its end" : "empty")), el("pre", null, visible(log.text)))),
   ];
@@ -39,4 +40,28 @@ function planView() {
     roles.length > 0 && el("div", { class: "scroll", id: "plan" }, el("table", { class: "rows" }, el("thead", null, el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((text) => el("th", null, text)))),
       el("tbody", null, roles.map((role) => el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((key) => el("td", null, cell(role[key])))))))),
   ];
+}
+
+// The most memory of a rank in each phase, measured and predicted. Bars have one scale; a line marks the prediction.
+function memoryView() {
+  const largest = Math.max(...data.memory.flatMap((one) => [one.measured, one.predicted || 0]), 1);
+  const rows = data.memory.map((one) => {
+    const known = one.predicted !== null;
+    const off = known ? (one.measured / one.predicted - 1) * 100 : null;
+    const bar = svg("svg", { class: "peak", role: "img", viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-label": `${one.role}.${one.phase}` },
+      svg("rect", { x: 0, y: 2, width: (one.measured / largest) * 100, height: 6, fill: colourOf(0) }),
+      known && svg("rect", { class: "predicted", x: (one.predicted / largest) * 99.4, y: 0, width: 0.6, height: 10, fill: colourOf(1) }));
+    return el("tr", null, el("td", null, visible(one.role)), el("td", null, one.phase), el("td", { class: "n" }, bytes(one.measured)),
+      el("td", { class: "n" }, known ? bytes(one.predicted) : "–"), el("td", { class: "n" }, known && one.predicted > 0 ? `${off < 0 ? "−" : "+"}${Math.abs(off).toFixed(1)} %` : "–"),
+      el("td", null, bar), el("td", { class: "quiet small" }, known ? visible(one.source) : "not predicted"));
+  });
+  const heads = [["role"], ["phase"], ["measured", "n"], ["predicted", "n"], ["difference", "n"], [""], ["by"]];
+  return [
+    el("p", { class: "note small" }, "The peak of each phase, the largest of all ranks and steps. ", swatch(colourOf(0), "measured"), " ", swatch(colourOf(1), "predicted")),
+    el("div", { class: "scroll" }, el("table", { class: "rows", id: "memory" }, el("thead", null, el("tr", null, heads.map(([text, kind]) => el("th", { class: kind }, text)))), el("tbody", null, rows))),
+  ];
+}
+
+function bytes(size) {
+  return size < 2 ** 30 ? `${format(Math.round(size / 2 ** 20))} MiB` : `${(size / 2 ** 30).toFixed(1)} GiB`;
 }

@@ -1,0 +1,220 @@
+"""The environment `code`: the model writes a program, which hidden tests grade.
+
+    task -> response with a program -> tests in another sandbox -> reward `correct`
+
+With `turns` above 1 the model may run Python first:
+
+    task -> ```run ... ``` -> output -> ```run ... ``` -> output -> ```python ... ``` -> tests
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from importlib.resources import files
+from typing import Any, Final
+
+from whet.data.messages import Message, conversation
+from whet.data.records import Task
+from whet.errors import ContextFull, DataError
+from whet.interfaces.environment import Model
+from whet_data.quoting import filled, without_markers
+from whet_data.readers import Row
+from whet_data.tasks import load_tasks, split_file
+from whet_env_code.config import CodeConfig
+from whet_env_code.grading import Grader, Verdict, described
+from whet_env_code.responses import defines, program_in, tool_call
+from whet_sandbox.open import open_sandbox
+from whet_sandbox.sandbox import ProgramEnded, Sandbox, Session
+
+_INTERPRETER: Final = files("whet_env_code.inside").joinpath("interpreter.py").read_text()
+_LONGEST_REASON: Final = 1000
+
+
+class Code:
+    """The environment `code`. A split is loaded when it is first used."""
+
+    def __init__(self, config: CodeConfig) -> None:
+        self._config = config
+        self._sandbox = open_sandbox(config.sandbox, config.limits)
+        pairs = max(1, self._sandbox.at_once // 2)
+        self._grader = Grader(self._sandbox, pairs, every=config.partial_weight > 0)
+        self._tools: Sandbox | None = None
+        if config.turns > 1:
+            self._tools = open_sandbox(config.sandbox, config.limits, at_once=config.tool_sessions)
+        self._splits: dict[str, Sequence[Task]] = {}
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Weight 1 for `correct`, and that of `passed` where it is wanted. `runs`, calls of the tool, has weight 0."""
+        weights = {"correct": 1.0}
+        if self._config.partial_weight:
+            weights["passed"] = self._config.partial_weight
+        return weights | ({"runs": 0.0} if self._tools is not None else {})
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split. Raises `DataError` with file and line."""
+        if split not in self._splits:
+            config = self._config
+            file = split_file(config.dataset, split, config.subset, config.max_records)
+            named = f"dataset {config.dataset!r}, split {split!r}"
+            wrong = self._wrong_solutions(file) if config.check_solutions else {}
+
+            def task(row: Row) -> Task:
+                if row.where in wrong:
+                    raise DataError(f"its own solution fails: {wrong[row.where]}")
+                return self._task(row)
+
+            self._splits[split] = load_tasks(file, named, task, config.max_bad_records)
+        return self._splits[split]
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Play one episode: the tool as often as the model calls it, then the tests. Returns the rewards."""
+        reply = await model.reply(task.prompt)
+        runs = 0
+        if self._tools is not None:
+            async with _Interpreter(self._tools, self._config.tool_output) as interpreter:
+                while runs + 1 < self._config.turns and (code := tool_call(reply.text)) is not None:
+                    output = await interpreter.output(code)
+                    runs += 1
+                    try:
+                        reply = await model.reply(Message("user", output))
+                    except ContextFull:
+                        break
+        verdict = await self._graded(task, reply.text)
+        model.record("verdict", verdict.reason[:_LONGEST_REASON] or "correct")
+        rewards = {"correct": float(verdict.correct)}
+        if self._config.partial_weight:
+            rewards["passed"] = verdict.share
+        return rewards | ({"runs": float(runs)} if self._tools is not None else {})
+
+    def close(self) -> None:
+        """End all sandboxes."""
+        self._sandbox.close()
+        if self._tools is not None:
+            self._tools.close()
+
+    async def _graded(self, task: Task, text: str) -> Verdict:
+        program = program_in(text, task.data["before"], task.data["name"])
+        if not program.strip():
+            return Verdict(0, 1, "the response has no program")
+        return await self._verdict(program, task)
+
+    async def _verdict(self, program: str, task: Task) -> Verdict:
+        data = task.data
+        if data["cases"]:
+            return await self._grader.by_cases(program, data["cases"])
+        given = {key: data[key] for key in ("name", "before", "setup")}
+        return await self._grader.by_tests(program, data["tests"], **given)
+
+    def _task(self, row: Row) -> Task:
+        config = self._config
+        asked = _text(row, config.question)
+        cases = _cases(row, config.cases) if config.cases else []
+        tests = "" if config.cases else _tests(row, config.tests)
+        name = str(row.record.get(config.entry_point) or "") if config.entry_point else ""
+        data: dict[str, Any] = {
+            "before": str(row.record.get(config.before) or "") if config.before else "",
+            "setup": str(row.record.get(config.setup) or "") if config.setup else "",
+            "name": name, "tests": tests, "cases": cases,
+        }  # fmt: skip
+        if data["before"] and name and not defines(data["before"], name):
+            data["before"] = ""  # it is a question in words
+        text = filled(config.prompt, {"question": asked})
+        if config.turns > 1:
+            text = f"{text}\n\n{config.tool_prompt}"
+        system = [Message("system", config.system)] if config.system else []
+        return Task(conversation([*system, Message("user", text)]), data, id=row.where)
+
+    def _wrong_solutions(self, file: Any) -> dict[str, str]:
+        """Grade the own solution of every record. Return why it is wrong, by place of the record, where it is."""
+        from whet_data.readers import read
+
+        async def grade(row: Row) -> str:
+            task, solution = self._task(row), str(row.record.get(self._config.solution) or "")
+            before, name = task.data["before"], task.data["name"]
+            whole = f"{before}\n\n{solution}" if name and defines(solution, name) else before + solution
+            return (
+                (await self._verdict(whole, task)).reason
+                if solution
+                else f"there is no field {self._config.solution!r}"
+            )
+
+        async def grade_all() -> dict[str, str]:
+            rows = [row for row in read(file) if not row.problem and self._is_task(row)]
+            reasons = await asyncio.gather(*map(grade, rows))
+            return {row.where: reason for row, reason in zip(rows, reasons, strict=True) if reason}
+
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
+            return thread.submit(asyncio.run, grade_all()).result()
+
+    def _is_task(self, row: Row) -> bool:
+        try:
+            self._task(row)
+        except DataError:
+            return False
+        return True
+
+
+class _Interpreter:
+    """The Python tool of one episode. Its sandbox is opened by the first call, and ends with the episode."""
+
+    def __init__(self, sandbox: Sandbox, most: int) -> None:
+        self._sandbox, self._most = sandbox, most
+        self._stack, self._session = AsyncExitStack(), None
+        self._running: Session | None = None
+
+    async def __aenter__(self) -> "_Interpreter":
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.aclose()
+
+    async def output(self, code: str) -> str:
+        """Run code, and return what it wrote, as a message for the model."""
+        try:
+            if self._running is None:
+                self._running = await self._stack.enter_async_context(self._sandbox.session())
+                await self._running.start(code=_INTERPRETER)
+            answer = await self._running.ask(json.dumps(code).encode())
+            text = answer.stdout + answer.stderr
+        except ProgramEnded as error:
+            await self._stack.aclose()
+            self._running = None
+            text = f"{error.result.stdout}[Python has ended: {described(error.result)}. All variables are lost.]"
+        return _shown(text, self._most)
+
+
+def _shown(text: str, most: int) -> str:
+    if len(text) > most:
+        text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[len(text) - most // 2 :]}"
+    return without_markers(text).strip("\n") or "[no output]"
+
+
+def _text(row: Row, field: str) -> str:
+    value = row.record.get(field)
+    if value is None or not str(value).strip():
+        raise DataError(f"the field {field!r} is missing or empty; there are {list(row.record)!r:.120}")
+    return str(value)
+
+
+def _tests(row: Row, field: str) -> str:
+    value = row.record.get(field)
+    tests = "\n".join(map(str, value)) if isinstance(value, list) else str(value or "")
+    if "assert" not in tests:
+        raise DataError(f"the tests in the field {field!r} assert nothing; there are {list(row.record)!r:.120}")
+    return tests
+
+
+def _cases(row: Row, field: str) -> list[dict[str, str]]:
+    value = row.record.get(field)
+    try:
+        held: Any = json.loads(value) if isinstance(value, str) else value
+        inputs, outputs = held["inputs"], held["outputs"]
+        pairs = [{"input": str(one), "output": str(other)} for one, other in zip(inputs, outputs, strict=True)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the field {field!r} has no `inputs` and `outputs` of one length: {error}") from error
+    if not pairs:
+        raise DataError(f"the field {field!r} has no case")
+    return pairs

@@ -1,0 +1,1 @@
+"""Programs that run inside sandboxes. They import the standard library only, and are sent as text."""

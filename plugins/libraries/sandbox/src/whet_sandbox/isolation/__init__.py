@@ -1,0 +1,1 @@
+"""The program beside the driver that isolates programs. It imports the standard library only, and never whet."""
