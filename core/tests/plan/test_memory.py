@@ -126,6 +126,26 @@ def test_a_rank_on_several_gpus_spreads_its_memory_over_them() -> None:
     assert needs(plan) == {"0 GPU 0": 5, "0 GPU 1": 5, "0 the host": 12}, "a half of 10 each"
 
 
+def test_an_engine_on_two_gpus_takes_turns_with_the_ranks_of_the_trainer_there() -> None:
+    wide = {**FACTS, "generator": evolve(FACTS["generator"], processes=2)}
+    plan = planned(TWO, wide, **ON_GPUS)
+    assert plan.turns == (("backend",), ("generator",))
+    # Of the backend 12 / 2; of the generator, half of each GPU: 6 / 2 and the cache.
+    assert needs(plan) == {"0 GPU 0": 6, "0 GPU 1": 6, "0 the host": 8 + 6}
+    assert needs(planned(TWO, wide, **ON_GPUS, offload="never")) == {"0 GPU 0": 11, "0 GPU 1": 11, "0 the host": 2 * 5}
+
+
+def test_on_a_cluster_processes_that_share_gpus_are_on_one_machine() -> None:
+    wide = {**FACTS, "generator": evolve(FACTS["generator"], processes=2)}
+    node = Machine(16, 2, 64 * GIB, (40 * GIB, 40 * GIB), given=True)
+    shared = {**CLUSTER, "colocate": [["backend", "generator"]], "gpus": {"backend": 4, "generator": 4}}
+    plan = planned(evolve(node, others=(node,)), wide, **shared)
+    assert plan.refusals == ()
+    assert {name for name in needs(plan) if "GPU" in name} == {f"{n} GPU {gpu}" for n in (0, 1) for gpu in (0, 1)}
+    (refusal,) = planned(evolve(node, gpus=3, others=(evolve(node, gpus=1),)), wide, **shared).refusals
+    assert "room left for rank 2, 3 of backend and rank 1 of generator (2 cores, 2 GPUs)" in refusal
+
+
 def test_more_than_there_is_is_refused_with_what_takes_most_and_what_to_change() -> None:
     plan = planned(Machine(8, memory_bytes=16 * GIB))
     (refusal,) = plan.refusals

@@ -103,12 +103,22 @@ def test_the_environment_says_threads_and_devices(tmp_path: Path, monkeypatch: p
     with LocalCluster(tmp_path, environment={"MARK": "x"}) as cluster:
         gpus = cluster.worker_group("backend", 2, threads=3, device=["cuda:0", "cuda:1,2"]).spawn(TARGET, {})
         cpu = cluster.worker_group("generator").spawn(TARGET, {})
-        assert [place.device for place in gpus.call("place")] == ["cuda:0", "cuda:0"]
+        assert [place.device for place in gpus.call("place")] == ["cuda:0", "cuda:0,1"]
         assert [e["CUDA_VISIBLE_DEVICES"] for e in gpus.call("environment")] == ["4", "5,6"]
         environment = gpus.call("environment")[0]
         assert [environment[k] for k in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MARK")] == ["3", "PASSIVE", "x"]
         assert cpu.call("environment")[0]["CUDA_VISIBLE_DEVICES"] == ""
         assert cpu.call("place")[0].device == "cpu"
+
+
+def test_an_engine_on_two_gpus_sees_those_of_two_ranks_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    with LocalCluster(tmp_path) as cluster:
+        backend = cluster.worker_group("backend", 4, device=[f"cuda:{gpu}" for gpu in range(4)])
+        generator = cluster.worker_group("generator", 2, device=["cuda:0,1", "cuda:2,3"])
+        found = [part.spawn(TARGET, {}).call("environment") for part in (backend, generator)]
+    seen = [[environment["CUDA_VISIBLE_DEVICES"] for environment in each] for each in found]
+    assert seen == [["4", "5", "6", "7"], ["4,5", "6,7"]]
 
 
 def test_roles_that_share_a_process_cannot_have_two_gpus(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def choose_transport(
     """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
 
     `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
-    `own_gpus`: each has its own; `together`: they share processes or GPUs. `wanted` is what the config insists on. Raises
-    `ConfigError` saying why none fits.
+    `own_gpus`: each has its own; `together`: they share processes or GPUs. `wanted` is what the config insists on.
+    Raises `ConfigError` saying why none fits.
     """
     reachable = {
         "shared": same_process,
