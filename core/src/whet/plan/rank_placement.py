@@ -167,6 +167,6 @@ def _one_for_all(free: Sequence[_Free], bundles: Sequence[_Bundle]) -> int:
     """Return the machine that can hold all processes of a group."""
     sums = Counter[str]()
     for bundle in bundles:
-        sums.update(bundle.resources)  # type: ignore[arg-type]  # amounts may be fractions
+        sums.update(bundle.resources)
     gpus = tuple(gpu for bundle in bundles for gpu in bundle.gpus)
     return _choose(free, _Bundle((), gpus, sum(bundle.cores for bundle in bundles), sums), "", "pack")
