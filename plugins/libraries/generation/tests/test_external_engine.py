@@ -8,7 +8,7 @@ import pytest
 
 from whet.component import Package
 from whet.errors import WhetError
-from whet_generation.external_engine import ForeignEngine
+from whet_generation.external_engine import ForeignEngine, visible_gpus
 
 KNOWN = {"dtype", "whistle", "block_size", "max_num_batched_tokens"}
 
@@ -62,3 +62,20 @@ def test_a_worker_refuses_to_begin_without_the_engine_or_with_arguments_that_it_
     with pytest.raises(WhetError, match=r"^generator\.engine\.blok_size is no argument .* \(did you mean 'block_size'"):
         engine(installed).refuse({"blok_size": 1})
     engine(installed).refuse({"block_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "wanted"),
+    [
+        ("cpu", "4,5", None),
+        ("cuda:0,1", "4,5", "4,5"),
+        ("cuda:1", "4,5", "5"),
+        ("cuda:2,3", "", "2,3"),
+        ("cuda:0", "GPU-a,GPU-b", "GPU-a"),
+    ],
+)
+def test_an_engine_s_processes_see_the_gpus_of_its_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str, wanted: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus(device) == ({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted})
