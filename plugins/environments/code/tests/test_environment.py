@@ -67,6 +67,8 @@ def test_the_program_is_found_in_the_response(tmp_path: Path, text: str, correct
 def test_a_block_is_found_in_linear_time() -> None:
     assert blocks("```\n" * 60_000)
     assert program_in("\n```python " * 100_000, "", "f") == ""
+    for fill in " a\t":  # each of these took minutes when the pattern tried all ways to divide the line
+        assert program_in(f"```{fill * 200_000}`", "x", "f") == f"x```{fill * 200_000}`"
     assert tool_call("x\n```run\nprint(1)\n```\n") == "print(1)\n"
     assert tool_call("```run\nprint(1)\n```\n```python\nx\n```") is None
 

@@ -60,6 +60,55 @@ def test_a_program_that_ends_keeps_what_it_passed_and_no_more(sandbox: Sandbox) 
     assert (verdict.passed, verdict.total, verdict.correct) == (1, 3, False)
 
 
+LOOP = "def check(candidate):\n  for n in range(20): assert candidate(n) == n * n"
+WANTS_ERRORS = """
+def check(candidate):
+    for n in range(5):
+        try: candidate(n)
+        except Exception: raised = True
+        else: raised = False
+        assert raised"""
+
+
+def test_a_program_that_ends_early_gets_no_larger_share_than_one_that_goes_on_wrong(sandbox: Sandbox) -> None:
+    ends = graded(sandbox, "import os\ndef square(n):\n  if n > 9: os._exit(0)\n  return n * n", LOOP, every=True)
+    wrong = graded(sandbox, "def square(n): return n * n if n < 10 else 1", LOOP, every=True)
+    assert (ends.passed, ends.total) == (wrong.passed, wrong.total) == (10, 20)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("end", ["os._exit(0)", 'def square(n): os.write(4, b\'{"gone": ""}\\n\')'])
+def test_the_end_of_a_program_is_no_exception_that_tests_want(sandbox: Sandbox, end: str, every: bool) -> None:
+    verdict = graded(sandbox, f"import os\n{end}", WANTS_ERRORS, every=every)
+    assert (verdict.passed, verdict.correct) == (0, False)
+    assert verdict.reason
+
+
+def test_the_end_of_an_iteration_does_not_end_the_tests_as_passed(sandbox: Sandbox) -> None:
+    tests = "def check(candidate):\n  assert all(a == b for a, b in zip(map(candidate, [1, 2]), [1, 4]))"
+    assert graded(sandbox, RIGHT, tests).correct
+    for error in ("StopIteration", "StopAsyncIteration"):
+        assert not graded(sandbox, f"def square(n): raise {error}", tests).correct
+
+
+@pytest.mark.parametrize("value", ["10 ** 5000", "functools.reduce(lambda x, _: [x], range(150), 1)"])
+def test_values_that_the_tests_pass_back_to_the_program_are_no_failure_of_the_driver(
+    sandbox: Sandbox, value: str
+) -> None:
+    tests = "def check(candidate): assert candidate(candidate(2)) == 16"
+    verdict = graded(sandbox, f"import functools\ndef square(n): return {value}", tests)
+    assert not verdict.correct
+    assert verdict.reason.startswith("assert candidate(candidate(2)) == 16")
+
+
+@pytest.mark.parametrize("first", [r"{\"value\": 9}\r{\"value\": 16}\r{\"value\": 0}", r"\xff" + "x" * 30_000])
+def test_one_line_of_a_program_answers_one_call(sandbox: Sandbox, first: str) -> None:
+    program = f"import os\ndef square(n):\n  if n == 3: os.write(4, b'{first}\\n'); os._exit(0)"
+    verdict = graded(sandbox, program)
+    assert (verdict.passed, verdict.total) == (0, 3)
+    assert "the tests ended early" not in verdict.reason
+
+
 CHEATS = {
     "prints that it passed": "print('passed', '{\"passed\": 3, \"total\": 3, \"failed\": \"\"}')",
     "leaves with code 0": "raise SystemExit(0)",

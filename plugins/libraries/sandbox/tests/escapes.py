@@ -596,9 +596,89 @@ print(*[line for line in open('/proc/self/limits') if line.startswith('Max core'
     ),
 ]
 
+_ROUNDABOUT = [
+    (
+        "write by a descriptor of a path",
+        READ,
+        "denied|Read-only",
+        "held = os.open('/usr/bin/env', os.O_PATH); prevented(lambda: os.open(f'/proc/self/fd/{held}', os.O_RDWR))",
+    ),
+    (
+        "above the root by descriptors",
+        ROOT,
+        "^inside$",
+        """
+held = os.open('/box', os.O_PATH)
+for _ in range(40): held = os.open('..', os.O_PATH, dir_fd=held)
+print('inside' if os.path.sameopenfile(held, os.open('/', os.O_PATH)) else 'ESCAPED')""",
+    ),
+    ("a second name of a file in /usr", ROOT, "cross-device", "prevented(lambda: os.link('/usr/bin/env', '/box/env'))"),
+    (
+        "keys into a terminal, with high bits",
+        FILTER,
+        FORBIDDEN,
+        "prevented(lambda: call(16, 0, ctypes.c_long(0x100005412), b'x'))",
+    ),
+    (
+        "sockets of the internet, with high bits",
+        FILTER,
+        FORBIDDEN,
+        "prevented(lambda: call(41, ctypes.c_long(0x100000002), 1, 0))",
+    ),
+    (
+        "namespaces by a process's descriptor",
+        FILTER,
+        FORBIDDEN,
+        "prevented(lambda: call(308, os.pidfd_open(1), 0x10000000))",
+    ),
+    (
+        "another program for /proc/self/exe",
+        "dropped capabilities",
+        FORBIDDEN,
+        "prevented(lambda: call(157, 35, 9, 0, 0, 0))",
+    ),
+    (
+        "change /dev/null",
+        READ,
+        READ_ONLY,
+        "prevented(lambda: os.chmod('/dev/null', 0), lambda: os.unlink('/dev/null'), lambda: os.utime('/usr/bin/env'))",
+    ),
+    (
+        "memory in attributes of files",
+        LIMIT,
+        "No space left|not supported",
+        """
+open('x', 'w').close()
+def fill():
+    for at in range(2000): os.setxattr('x', f'user.{at}', bytes(60000))
+prevented(fill)""",
+    ),
+    (
+        "memory in sockets that hold each other",
+        LIMIT,
+        "Too many references",
+        """
+def fill():
+    for _ in range(3000):
+        a, b = socket.socketpair()
+        for one in (a, b): socket.send_fds(one, [b'x'], [a.fileno(), b.fileno()])
+        a.close(); b.close()
+prevented(fill)""",
+    ),
+    (
+        "output after the end",
+        "end of the process namespace",
+        r"^exit 0\nfirst$",
+        """
+if os.fork() == 0:
+    os.setsid(); os.getppid() and time.sleep(0.2); print('ESCAPED', flush=True); time.sleep(1000)
+print('first', flush=True); os._exit(0)""",
+    ),
+]
+
 
 def _escapes() -> list[Escape]:
-    parts = (_FILES, _ENVIRONMENT, _NETWORK, _PROCESSES, _EXHAUSTION)
+    parts = (_FILES, _ENVIRONMENT, _NETWORK, _PROCESSES, _EXHAUSTION, _ROUNDABOUT)
     return [Escape(name, wall, shows, code) for part in parts for name, wall, shows, code in part]
 
 

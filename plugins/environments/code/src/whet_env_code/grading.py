@@ -26,6 +26,9 @@ _INSIDE: Final = {
     name: files("whet_env_code.inside").joinpath(f"{name}.py").read_text() for name in ("plain", "server", "tests")
 }
 _CHECK: Final = re.compile(r"^def check\(", re.MULTILINE)
+_CALL: Final = b'{"call": '
+"""How a call begins. It is passed on unread: its arguments may be the program's own values, such as an integer of more
+digits than the driver's JSON takes, and an error here would look like a failure of the driver."""
 _MOST_CALLS: Final = 100_000
 _LAST_WORDS: Final = 300
 
@@ -37,7 +40,7 @@ class Verdict:
     passed: int
     """Tests that it passed."""
     total: int
-    """Tests, as far as they are known: after a program that ended early, those that ran."""
+    """Tests, as far as they are known: after an error outside of an assert, those that ran or are written."""
     reason: str
     """Why it is not right. Empty: it is. It may quote the program, which is hostile."""
 
@@ -83,9 +86,8 @@ class Grader:
                 await program_side.load(program, helper)
                 line = (await other.ask(json.dumps(order).encode())).line
                 for _ in range(_MOST_CALLS):
-                    question = json.loads(line)
-                    if "call" not in question:
-                        return _verdict(question, program_side.ended)
+                    if not line.startswith(_CALL):
+                        return _verdict(json.loads(line), program_side.ended)
                     line = (await other.ask(await program_side.answer(line))).line
             except ProgramEnded as error:  # the tests
                 return Verdict(0, 1, f"the tests ended early: {described(error.result)}; {program_side.ended}")

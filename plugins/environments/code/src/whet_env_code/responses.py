@@ -7,7 +7,8 @@ import re
 
 from attrs import frozen
 
-_FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
+# possessive: a long line of spaces or letters before a backtick would otherwise take quadratic time
+_FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*+([\w+-]*+)[^\n`]*+$", re.MULTILINE)
 _LANGUAGES = ("python", "py", "python3", "")
 LONGEST = 1 << 18
 """Most characters of a response that are searched; a longer one has no program."""

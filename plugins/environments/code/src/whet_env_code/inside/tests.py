@@ -25,25 +25,26 @@ class Stop(BaseException):
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened
-    """The program does not run any more, so that no test of it can pass."""
+    """The program does not run any more, so that no test of it can pass: also none that wants an exception."""
 
 
 class Tally:
     """Counts the asserts of the tests."""
 
     def __init__(self, every: bool) -> None:
-        self.every, self.passed, self.total, self.failed = every, 0, 0, ""
+        self.every, self.passed, self.total, self.failed, self.gone = every, 0, 0, "", ""
 
     def succeed(self) -> None:
-        """Count an assert that held."""
-        self.passed, self.total = self.passed + 1, self.total + 1
+        """Count an assert that held: as passed while the program runs."""
+        self.passed, self.total = self.passed + (not self.gone), self.total + 1
+        self.failed = self.failed or self.gone
 
     def fail(self, source: str, error: Exception) -> None:
         """Count an assert that did not hold."""
         self.total += 1
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.failed = self.failed or f"{source[:WORDS]} -> {words[:WORDS]}"
-        if not self.every or isinstance(error, Gone):
+        if not self.every:  # else also after the program has ended: a share of fewer tests would reward an early end
             raise Stop
 
 
@@ -66,11 +67,17 @@ class Counting(ast.NodeTransformer):
 
 def main() -> None:
     """Read the order, run the tests, and answer how they came out."""
-    with open(3) as questions, open(4, "w") as answers:
+    # one answer is one line, whatever bytes the program wrote: otherwise the rest would answer the next call
+    with open(3, newline="\n", errors="replace") as questions, open(4, "w") as answers:
 
         def ask(call: dict[str, Any]) -> Any:
-            print(json.dumps(call), file=answers, flush=True)
-            return json.loads(questions.readline())
+            if not tally.gone:
+                print(json.dumps(call), file=answers, flush=True)
+                answer = json.loads(questions.readline())
+                if type(answer) is not dict or "gone" not in answer:
+                    return answer
+                tally.gone = str(answer["gone"])[:WORDS] or "the program has ended"
+            raise Gone(tally.gone)
 
         order = json.loads(questions.readline())
         tally = Tally(order["every"])
@@ -131,10 +138,10 @@ def _stub(name: str, ask: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]
             raise TypeError("the program answered with no message")
         if "value" in answer:
             return plain.unpacked(answer["value"])
-        if answer.get("gone"):
-            raise Gone(answer["gone"])
         kind = getattr(builtins, str(answer.get("error")), RuntimeError)
         known = isinstance(kind, type) and issubclass(kind, Exception)
+        # as from a generator: in `all(map(candidate, ...))` the end of an iteration would end the tests as passed
+        known = known and not issubclass(kind, StopIteration | StopAsyncIteration)
         raise RuntimeError(str(answer)[:WORDS]) if not known else kind(str(answer.get("words"))[:WORDS])
 
     function.__name__ = name
