@@ -15,8 +15,8 @@ import pytest
 import whet.plugins.registry
 
 WITH_RAY = frozenset(
-    ("test_cluster.py", "test_nodes.py", "test_ranks.py", "test_session.py", "test_sleep.py", "test_under_ray.py",
-     "test_where_it_runs.py")
+    ("test_cluster.py", "test_nodes.py", "test_ranks.py", "test_session.py", "test_shared_gpus.py", "test_sleep.py",
+     "test_under_ray.py", "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
 
