@@ -47,7 +47,9 @@ class PolicyWeights:
         }  # fmt: skip
         self._group = tensor_group(root.model)
         self._partial = partial_names(root.model) & set(self.trained) if self._group is not None else set()
-        self._whole = self._kept & set(self.trained) if ranks > 1 else set()
+        # A shard is FSDP2's to average, or one tensor parallel rank's own: other ranks have other numbers.
+        whole = {name for name, weight in self.trained.items() if not isinstance(weight, DTensor)}
+        self._whole = self._kept & whole if ranks > 1 else set()
 
     @torch.no_grad()
     def push(self, names: Iterable[str]) -> None:
