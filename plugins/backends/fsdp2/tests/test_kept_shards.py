@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from whet.errors import ConfigError
+from whet_fsdp2.sharding import _shard_all_but_kept
 from whet_fsdp2.weights import PolicyWeights
 
 
@@ -42,3 +44,11 @@ def test_only_weights_that_ranks_hold_whole_are_averaged_here(mesh, sharded, div
     weights.complete_gradients()
     (found,) = weights.gradients()
     assert torch.equal(found, torch.full_like(found, 6.0 / divisor))
+
+
+def test_a_kept_weight_that_tensor_parallel_ranks_split_is_refused(mesh):
+    whole = Router(torch.ones(4, 3))
+    assert _shard_all_but_kept(lambda model: model, whole) is whole
+    split = Router(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None))
+    with pytest.raises(ConfigError, match=r"keeps gate in float32.*set backend\.parallel\.tensor: 1"):
+        _shard_all_but_kept(lambda model: model, split)
