@@ -87,6 +87,11 @@ def _shard_all_but_kept(apply: Any, model: Any, *arguments: Any, **more: Any) ->
 
     names, shard = kept_in_float32(model), fsdp.fully_shard
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
+    if split := sorted(name for name, one in model.named_parameters() if name in names and is_split(one)):
+        raise ConfigError(
+            f"backend.parallel.tensor: {type(model).__name__} keeps {split[0]} in float32, and tensor parallel ranks "
+            "split it, so nothing averages its gradient over the other ranks; set backend.parallel.tensor: 1"
+        )
     fsdp.fully_shard = partial(shard, ignored_params=kept) if kept else shard
     try:
         return apply(model, *arguments, **more)
@@ -117,6 +122,11 @@ def copies(tensor: Tensor, ranks: int) -> float:
     for axis, placement in enumerate(tensor.placements):
         shards *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
     return ranks / shards
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Return whether ranks hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.root import AnyRoot
-from whet_fsdp2.sharding import copies, full, local, partial_names, sum_partial, tensor_group
+from whet_fsdp2.sharding import copies, full, is_split, local, partial_names, sum_partial, tensor_group
 
 NORM_PIECE: Final = 1 << 21
 """Numbers of a gradient whose norm is computed at a time, because on CPUs a copy in float64 is made of them."""
@@ -47,7 +47,9 @@ class PolicyWeights:
         }  # fmt: skip
         self._group = tensor_group(root.model)
         self._partial = partial_names(root.model) & set(self.trained) if self._group is not None else set()
-        self._whole = self._kept & set(self.trained) if ranks > 1 else set()
+        # A shard is FSDP2's to average, or one tensor parallel rank's own: other ranks have other numbers.
+        whole = {name for name, weight in self.trained.items() if not is_split(weight)}
+        self._whole = self._kept & whole if ranks > 1 else set()
 
     @torch.no_grad()
     def push(self, names: Iterable[str]) -> None:
