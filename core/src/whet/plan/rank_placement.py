@@ -100,7 +100,7 @@ class _Free:
         return there and len(self.gpus) >= len(bundle.gpus) and self.cores >= bundle.cores
 
     def take(self, bundle: _Bundle, group: str) -> dict[int, int]:
-        """Give a bundle what it takes. Returns the GPU here for each GPU that its devices name."""
+        """Reserve what a bundle takes. Return the GPU here for each GPU that its devices name."""
         self.cores -= bundle.cores
         self.guests[group] = self.guests.get(group, 0) + 1
         for name, amount in bundle.resources.items():

@@ -21,7 +21,7 @@ from whet_sandbox.isolation import seccomp
 from whet_sandbox.limits import Limits
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.provider import Provider, SandboxBroken
-from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session
+from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session, _is_lost
 from whet_testing.contracts.workers import wait_until
 from whet_testing.processes import survivors
 
@@ -266,6 +266,7 @@ def test_a_launcher_that_dies_is_infrastructure_and_the_next_program_runs() -> N
 
         asyncio.run(whole())
         wait_until(lambda: not _running("dies-with-it"), "the program is gone")
+        wait_until(lambda: all(map(_is_lost, sandbox._waiting)), "the sandboxes that were warm are gone")
         assert run(sandbox, code="print(1)").ok
     finally:
         sandbox.close()
