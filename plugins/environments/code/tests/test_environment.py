@@ -207,15 +207,12 @@ def test_check_says_where_no_sandbox_works(tmp_path: Path) -> None:
     assert "no program can run in the sandbox 'docker' on this machine" in problem.message
 
 
-HUMAN_EVAL = Path("/work/shared/data/HumanEval.jsonl.gz")
-
-
-@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="the data set HumanEval is not on this machine")
-def test_human_eval_needs_no_settings() -> None:
+def test_human_eval_needs_no_settings(shared_data: Path) -> None:
+    dataset = shared_data / "HumanEval.jsonl.gz"
     environment = Code(
-        structure({"dataset": str(HUMAN_EVAL), "max_records": 8, "check_solutions": True}, CodeConfig, load_plugins())
+        structure({"dataset": str(dataset), "max_records": 8, "check_solutions": True}, CodeConfig, load_plugins())
     )
-    with gzip.open(HUMAN_EVAL, "rt") as file:
+    with gzip.open(dataset, "rt") as file:
         first = json.loads(next(file))
     assert len(environment.tasks("test")) == 8
     assert environment.tasks("test")[0].prompt[0].text == first["prompt"]

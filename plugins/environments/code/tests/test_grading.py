@@ -263,21 +263,21 @@ def test_programs_are_graded_by_their_output(sandbox: Sandbox) -> None:
         assert not verdict(cheat).correct
 
 
-HUMAN_EVAL = Path("/work/shared/data/HumanEval.jsonl.gz")
-needs_human_eval = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="the data set HumanEval is not on this machine")
+Records = list[dict[str, str]]
 
 
-def human_eval() -> list[dict[str, str]]:
-    with gzip.open(HUMAN_EVAL, "rt") as file:
+@pytest.fixture
+def human_eval(shared_data: Path) -> Records:
+    with gzip.open(shared_data / "HumanEval.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
 
 
-def all_graded(programs: list[str]) -> list[Verdict]:
+def all_graded(programs: list[str], records: Records) -> list[Verdict]:
     sandbox = Sandbox(Namespaces(NamespacesConfig(warm=4, at_once=8)), LIMITS)
     grader = Grader(sandbox, 4, every=False)
 
     async def whole() -> list[Verdict]:
-        tasks = [(program, one) for program, one in zip(programs, human_eval(), strict=True)]
+        tasks = [(program, one) for program, one in zip(programs, records, strict=True)]
         return await asyncio.gather(
             *[grader.by_tests(p, t["test"], name=t["entry_point"], before=t["prompt"]) for p, t in tasks]
         )
@@ -288,31 +288,26 @@ def all_graded(programs: list[str]) -> list[Verdict]:
         sandbox.close()
 
 
-@needs_human_eval
-def test_every_solution_of_human_eval_scores_1() -> None:
-    tasks = human_eval()
-    right = all_graded([task["prompt"] + task["canonical_solution"] for task in tasks])
-    assert [task["task_id"] for task, verdict in zip(tasks, right, strict=True) if not verdict.correct] == []
+def test_every_solution_of_human_eval_scores_1(human_eval: Records) -> None:
+    right = all_graded([task["prompt"] + task["canonical_solution"] for task in human_eval], human_eval)
+    assert [task["task_id"] for task, verdict in zip(human_eval, right, strict=True) if not verdict.correct] == []
 
 
 SWAPS = (("<=", "<"), (" < ", " >= "), (" > ", " <= "), ("==", "!="), (" + ", " - "), (" - ", " + "), ("True", "False"),
          ("return ", "return not "), (" and ", " or "), ("[0]", "[-1]"), ("1", "2"))  # fmt: skip
 
 
-@needs_human_eval
 @pytest.mark.slow
-def test_empty_solutions_of_human_eval_score_0() -> None:
-    empty = all_graded([task["prompt"] + "    return None\n" for task in human_eval()])
+def test_empty_solutions_of_human_eval_score_0(human_eval: Records) -> None:
+    empty = all_graded([task["prompt"] + "    return None\n" for task in human_eval], human_eval)
     assert not any(verdict.correct for verdict in empty)
 
 
-@needs_human_eval
 @pytest.mark.slow
-def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program() -> None:
+def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program(human_eval: Records) -> None:
     """The independent source: the mutant and its tests in one interpreter, as the data set's authors run them."""
-    tasks, draw = human_eval(), random.Random(0)
-    programs = []
-    for task in tasks:
+    draw, programs = random.Random(0), []
+    for task in human_eval:
         body = task["canonical_solution"]
         fitting = [(old, new) for old, new in SWAPS if old in body]
         old, new = draw.choice(fitting) if fitting else ("return", "return None #")
@@ -320,7 +315,7 @@ def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program
     sandbox = Sandbox(Namespaces(NamespacesConfig(warm=4, at_once=4)), LIMITS)
 
     async def beside() -> list[bool]:
-        codes = [f"{p}\n{t['test']}\ncheck({t['entry_point']})" for p, t in zip(programs, tasks, strict=True)]
+        codes = [f"{p}\n{t['test']}\ncheck({t['entry_point']})" for p, t in zip(programs, human_eval, strict=True)]
         return [result.ok for result in await asyncio.gather(*[sandbox.run(code=code) for code in codes])]
 
     try:
@@ -328,7 +323,7 @@ def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program
     finally:
         sandbox.close()
     assert expected.count(False) > 120
-    assert [verdict.correct for verdict in all_graded(programs)] == expected
+    assert [verdict.correct for verdict in all_graded(programs, human_eval)] == expected
 
 
 def test_a_program_that_depends_on_the_order_of_a_set_is_graded_alike_each_time(sandbox: Sandbox) -> None:
