@@ -130,7 +130,7 @@ def test_the_end_of_a_game_is_recorded(game: str) -> None:
 
 
 def test_a_game_for_which_there_are_no_held_out_positions_is_refused() -> None:
-    with pytest.raises(DataError, match="sliding-puzzle: no position for test .* at difficulty 1"):
+    with pytest.raises(DataError, match=r"sliding-puzzle: no position for test .* at difficulty 1"):
         GAMES["sliding-puzzle"](shuffle=1).tasks("test")
 
 

@@ -4,6 +4,8 @@
     assistant  <action>0011</action>
     user       0011: 1 right, 1 in another place
     assistant  <action>0203</action>
+
+A digit counts once: of two equal digits in a guess, one of which is in the code, one is told.
 """
 
 import random
@@ -15,8 +17,8 @@ from attrs import evolve, frozen
 from whet_env_games.config import CodeBreakerConfig
 from whet_env_games.playing import GameEnvironment, IllegalMove
 
-RULES = """I have a secret code of {length} digits. Each digit is from 0 to {highest}, and digits may repeat. Guess it. \
-After each guess I tell you how many digits are right and in their place, and how many more occur in another place.
+RULES = """I have a secret code of {length} digits. Each digit is from 0 to {highest}, and digits may repeat. Guess \
+it. After each guess I tell you how many digits are right and in their place, and how many more occur in another place.
 Each of your messages makes one guess. Think first if you like, and end with the guess: <action>{example}</action>"""
 Feedback = tuple[int, int]
 

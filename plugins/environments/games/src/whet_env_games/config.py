@@ -28,9 +28,7 @@ class GameConfig:
     """Weight of the reward `illegal`, the number of illegal moves. E.g. -0.1 is a price of 0.1 for each."""
     progress_weight: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of the reward `progress`: how near the end of the game is to the solution, from 0 to 1."""
-    prompt: str = field(
-        default="{rules}\n\n{position}", validator=template_with(("rules", "position"), ("position",))
-    )
+    prompt: str = field(default="{rules}\n\n{position}", validator=template_with(("rules", "position"), ("position",)))
     """The first message. `{rules}` and `{position}` are replaced by the rules of the game and the first position."""
     move: Literal["tag", "line"] = "tag"
     """Where a response has its move. `tag`: in the last `<action>...</action>`, as in NeMo RL. `line`: it is the last

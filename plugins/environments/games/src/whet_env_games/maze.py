@@ -3,6 +3,8 @@
     user       You can go: north, east.
     assistant  <action>east</action>
     user       You can go: south, west. You have been: west.
+
+The doors are a spanning tree of the rooms, so there is exactly one way between two rooms.
 """
 
 import random
@@ -17,8 +19,8 @@ from whet_env_games.playing import GameEnvironment, IllegalMove
 Cell = tuple[int, int]
 """Row and column, from the north and from the west."""
 MOVES = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
-RULES = """You are in a maze of {size} times {size} rooms. Find the exit. In each room you see only in which directions you \
-can go.
+RULES = """You are in a maze of {size} times {size} rooms. Find the exit. In each room you see only in which \
+directions you can go.
 Moves: north, east, south, west. Each of your messages makes one move. Think first if you like, and end with the move: \
 <action>north</action>"""
 

@@ -23,8 +23,8 @@ from whet_env_games.playing import GameEnvironment, IllegalMove
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 """Where the tile is that a move slides, as rows and columns from the empty place."""
 BACK = {"up": "down", "down": "up", "left": "right", "right": "left"}
-RULES = """Put the tiles in order by sliding them into the empty place, which is shown as _. At the end the numbers rise \
-from left to right and from the top down, and the empty place is the last one.
+RULES = """Put the tiles in order by sliding them into the empty place, which is shown as _. At the end the numbers \
+rise from left to right and from the top down, and the empty place is the last one.
 Moves: up, down, left, right. `up` slides the tile below the empty place up, `left` the tile to its right to the left, \
 and so on. Each of your messages makes one move. Think first if you like, and end with the move: <action>up</action>"""
 

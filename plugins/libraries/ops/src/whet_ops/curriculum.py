@@ -57,9 +57,7 @@ class CurriculumConfig:
         """Return the curriculum from `easiest` to `hardest`. `passes` decides by pass rate."""
         if self.by == "step":
             return StepCurriculum(self.easiest, hardest, self.steps)
-        return PassRateCurriculum(
-            self.easiest, hardest, up=self.up, down=self.down, window=self.window, passes=passes
-        )
+        return PassRateCurriculum(self.easiest, hardest, up=self.up, down=self.down, window=self.window, passes=passes)
 
 
 class StepCurriculum:
