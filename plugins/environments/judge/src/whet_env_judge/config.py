@@ -113,6 +113,11 @@ def _rubric(instance: object, attribute: Any, value: str | list[Criterion]) -> N
         raise ValueError("has the criterion 'unreadable', wanted another name: comparisons have a reward of this name")
 
 
+def _scores(instance: "RubricJudgeConfig", attribute: Any, value: str) -> None:
+    if value and (instance.compare == "rank" or instance.environment is None):
+        raise ValueError(f"is {value!r}, which needs an `environment` with this reward, and compare: none")
+
+
 def _above_lowest(instance: "RubricJudgeConfig", attribute: Any, value: float) -> None:
     if value <= instance.lowest:
         raise ValueError(f"is {value:g}, wanted more than lowest, which is {instance.lowest:g}")
@@ -160,6 +165,9 @@ class RubricJudgeConfig(JudgedConfig):
     """What a response of the judge without a score between `lowest` and `highest` counts as. `undecided`: it is left
     out; if no vote can be read, the reward is 0 and the episode counts in the metric `grader/undecided`. `lowest`: it
     is the lowest score."""
+    unless: str = field(default="", validator=_scores)
+    """A reward of the wrapped environment, e.g. `correct`. Where it is 1 or more, the judge is not asked, and its
+    rewards are 1. So a program decides first, and the judge reads what it refused. Empty: the judge is always asked."""
     compare: Literal["none", "rank"] = "none"
     """`rank`: the judge gives no scores. It compares pairs of a group's responses, each pair in both orders. The reward
     is the share of comparisons won, from 0 to 1; a tie counts half."""
