@@ -2,8 +2,8 @@
 
 No model reads images yet: chat templates refuse them. Environments, records and the report have them.
 
-Tool calls that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself wrote is
-recorded as its text, tool calls included.
+Tool calls and reasoning that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself
+wrote is recorded as its text, all of it; `Message.written` keeps its special tokens, for who reads its parts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -68,6 +68,10 @@ class Message:
     """Tool calls of an assistant message. They come after its content."""
     answers: str = ""
     """For a tool message: the id of the call whose result it is."""
+    reasoning: str = ""
+    """Reasoning of an assistant message. It comes before its content."""
+    written: str = field(default="", eq=False, repr=False)
+    """What the model itself wrote, special tokens included, without the stop token. Empty: others wrote the message."""
 
     @property
     def text(self) -> str:
