@@ -49,7 +49,6 @@ class ChatTemplate:
             raise DataError(f"the chat template does not use the argument {unused[0]!r}; {known}")
         read = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
         read |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-        self._xml_tools = {"tools", "xml_tools"} & jinja2.meta.find_undeclared_variables(tree) == {"xml_tools"}
         self._reasoning = next((name for name in ("reasoning_content", "reasoning", "thinking") if name in read), "")
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False, tools: Tools = ()) -> str:
@@ -72,13 +71,11 @@ class ChatTemplate:
         raise DataError(f"the chat template refuses a conversation with the roles {roles}: {fault}") from fault
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Tools = (), generation_prompt: bool = False) -> str:
-        read = [json.loads(tool) for tool in tools] or None
         return self._template.render(
             messages=messages,
-            tools=read,
+            tools=[json.loads(tool) for tool in tools] or None,
             documents=None,
             add_generation_prompt=generation_prompt,
-            **({"xml_tools": read} if self._xml_tools else {}),
             **self._variables,
         )
 

@@ -47,20 +47,22 @@ class Turn:
         return self.text[end:at] if self.count > 1 and at >= 0 else ""
 
 
-def learn_calls(render: Render) -> tuple[Reader | None, str]:
-    """Return what reads the calls of a template, and why it cannot be used with tools. Empty: it can be."""
+def learn_calls(render: Render) -> tuple[Reader | None, str, bool]:
+    """Return what reads the calls of a template, why it cannot be used with tools (empty: it can be), and whether it
+    writes calls that it gets.
+    """
     try:
         asked = render((USER,), (TOOL,), True)
     except DataError as error:
-        return None, str(error)
+        return None, str(error), False
     why = "" if NAME in asked else "it leaves them out"
     for count in (2, 1):
         turn = _turn(render, asked, count)
         found = next((one for one in _candidates(turn) if _reads_back(one, turn)), None) if turn else None
         if found is not None:
-            return found, why
+            return found, why, True
     hinted = next((one for hint, one in _HINTS if hint in asked), None)
-    return hinted, why or ("" if hinted else "it does not show how calls are written")
+    return hinted, why or ("" if hinted else "it does not show how calls are written"), False
 
 
 def _turn(render: Render, asked: str, count: int) -> Turn | None:

@@ -54,6 +54,8 @@ class ResponseFormat:
     """Tags after the content, in their order."""
     channels: bool = False
     """Whether each part of a response names its channel."""
+    in_fields: bool = True
+    """Whether the template writes calls that it gets as fields. If not, they stay in the content that it gets."""
 
     def read(self, text: str, tools: Tools = ()) -> Message:
         """Return a response as a message with its parts. Without tools there are no calls in it."""
@@ -68,6 +70,10 @@ class ResponseFormat:
         seed = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
         named = tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls))
         return Message("assistant", content, named, reasoning=reasoning)
+
+    def shown(self, text: str, tools: Tools = ()) -> Message:
+        """Return a response as the template takes it."""
+        return self.read(text, tools if self.in_fields else ())
 
     def _called(self, content: str, tools: Tools) -> tuple[str, list[Call]]:
         if self.calls is None or not tools:
@@ -120,7 +126,7 @@ def _channels(text: str) -> tuple[str, str, list[Call]]:
 
 def learn(render: Render) -> ResponseFormat:
     """Return the format of a template's responses."""
-    calls, why = learn_calls(render)
+    calls, why, in_fields = learn_calls(render)
     plain = _rendered(render, Message("assistant", _ANSWER))
     thought = _rendered(render, Message("assistant", _ANSWER, reasoning=_REASON))
     if "<|channel|>" in thought and "<|message|>" in thought:
@@ -131,7 +137,7 @@ def learn(render: Render) -> ResponseFormat:
     lead = before.rpartition(reasoning.close)[2] if reasoning and reasoning.close in before else ""
     if not lead and before.startswith(asked):
         lead = before[len(asked) :]
-    return ResponseFormat(reasoning, calls, why, lead.strip(), marks(after.partition("\n")[0]))
+    return ResponseFormat(reasoning, calls, why, lead.strip(), marks(after.partition("\n")[0]), in_fields=in_fields)
 
 
 @frozen
