@@ -90,7 +90,7 @@ class ModelSection:
     chat_template: str | None = field(default=None, metadata={"path": True})
     """A file with a Jinja chat template to use instead of the model's own."""
     template: dict[str, bool | int | float | str] = field(factory=dict)
-    """Arguments for the chat template, e.g. `{enable_thinking: false}`. One that the template does not use is refused."""
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`. One that it does not use is refused."""
 
 
 @frozen
