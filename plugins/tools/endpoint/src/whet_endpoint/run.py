@@ -8,14 +8,13 @@ import itertools
 import os
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
 
 import numpy as np
 from attrs import evolve
 
 from whet.data.files import disk_errors, json_line
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Request, Sampling
+from whet.data.records import Completion, IntArray, Request
 from whet.errors import DataError, InfrastructureError, WhetError, WorkerError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Loop, RunFiles
@@ -24,12 +23,13 @@ from whet.interfaces.generator import Generator
 from whet.rollout.complete import complete
 from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.recorded import checked_completion
-from whet_endpoint import responses
+from whet_endpoint.choices import Choice
+from whet_endpoint.episode import heard
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener
 from whet_endpoint.requests import ApiRequest, Rules
-from whet_endpoint.responses import Choice
 from whet_endpoint.rows import RowWriter
+from whet_endpoint.session import Listen
 from whet_endpoint.tool_calls import check_tools, read_choice
 
 ADDRESS = "endpoint.json"
@@ -40,21 +40,18 @@ class RunResponder:
     """Responds by a generator. Obeys `whet_endpoint.session.Responder`."""
 
     def __init__(
-        self, generator: Generator, chat: Chat, gate: AbstractAsyncContextManager[None], sampling: Sampling,
-        max_context: int, seed: int, rows: RowWriter,
+        self, generator: Generator, chat: Chat, gate: AbstractAsyncContextManager[None], rules: Rules,
+        max_context: int, seed: int, rows: RowWriter | None,
     ) -> None:  # fmt: skip
-        """`sampling` has the chat's stop tokens; its `max_tokens` is the most that a request may ask for."""
-        self._generator, self._chat, self._gate, self._rows = generator, chat, gate, rows
+        """The sampling of `rules` has the chat's stop tokens. `rows`: None records nothing."""
+        self._generator, self.chat, self._gate, self._rows = generator, chat, gate, rows
         self._max_context, self._seed = max_context, seed
         self._numbers = itertools.count()
-        self.rules = Rules(sampling, fixed=False)
+        self.rules = rules
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the response to a request, and record it."""
-        return responses.response(request, name, await self._choices(request, name), self._chat.pieces)
-
-    async def _choices(self, request: ApiRequest, name: str) -> list[Choice]:
-        check_tools(request, self._chat)
+        check_tools(request, self.chat)
         tokens, number = self._tokens(request), next(self._numbers)
         room = self._max_context - len(tokens) if self._max_context else request.sampling.max_tokens
         if room < 1:
@@ -66,16 +63,19 @@ class RunResponder:
             Request(f"endpoint-{name}-{i}", tokens, sampling, derive_seed(self._seed, *drawn, i), name)
             for i in range(request.count)
         ]
-        completions = await gather_or_cancel(self._completion(one) for one in wanted)
-        choices = [read_choice(request, self._chat, tokens, completion) for completion in completions]
-        for one, choice in zip(wanted, choices, strict=True):
+        completions = await gather_or_cancel(
+            heard(self._completion(one), request, i, listen) for i, one in enumerate(wanted)
+        )
+        choices = [read_choice(request, self.chat, tokens, completion) for completion in completions]
+        for one, choice in zip(wanted, choices, strict=True) if self._rows else ():
+            assert self._rows is not None
             await self._rows.add(one, choice)
         return choices
 
     async def _completion(self, request: Request) -> Completion:
         try:
             async with self._gate:
-                completion = await complete(self._generator, request, self._chat.decode)
+                completion = await complete(self._generator, request, self.chat.decode)
         except (WorkerError, InfrastructureError) as error:
             raise ApiError(503, "the model cannot answer now", code="model_failed") from error
         except WhetError as error:  # the generator refuses it, e.g. for a token that the model does not have
@@ -87,9 +87,9 @@ class RunResponder:
         if isinstance(prompt, np.ndarray):
             return prompt
         if isinstance(prompt, str):
-            return self._chat.encode(prompt)
+            return self.chat.encode(prompt)
         try:
-            return self._chat.with_tools(request.tools).prompt(prompt)
+            return self.chat.with_tools(request.tools).prompt(prompt)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
 
