@@ -139,7 +139,11 @@ class Fields:
         """Note that a parameter is left out; where that is not allowed, raise `ApiError`. `key`: what ignores it."""
         if not self.rules.lenient and (key or name) not in self.rules.ignore:
             raise ApiError(400, f"{why}; {self._way_out(key or name)}", name)
-        self._ignored[key or name] = None
+        self.note(key or name)
+
+    def note(self, name: str) -> None:
+        """Note that a parameter is left out."""
+        self._ignored[name] = None
 
     def model(self) -> None:
         """Read the name of the model. Raises `ApiError` for another one."""
@@ -147,7 +151,7 @@ class Fields:
             return
         if not self.rules.lenient:
             raise ApiError(404, f"there is no model {name!r:.80}, wanted {MODEL!r}", "model", "model_not_found")
-        self._ignored["model"] = None
+        self.note("model")
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a field that is true or false."""
