@@ -139,10 +139,11 @@ def _tools(given: Any, fields: Fields) -> list[Any]:
     functions = []
     for i, tool in enumerate(given):
         if isinstance(tool, dict) and tool.get("type") == "function":
-            functions.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
-            if functions[-1]["function"].pop("strict", False):
+            function = {key: value for key, value in tool.items() if key != "type"}
+            if function.pop("strict", False):
                 # Clients of this dialect set it unless they are told otherwise. The response says `strict: false`.
                 fields.note("strict")
+            functions.append({"type": "function", "function": function})
         else:
             kind = tool.get("type") if isinstance(tool, dict) else tool
             fields.unsupported("tools", f"tools[{i}] is {kind!r:.80}, and the model calls functions alone")

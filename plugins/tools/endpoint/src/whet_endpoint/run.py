@@ -6,8 +6,9 @@ itself. Each request stands alone: its messages are tokenised as they come. Noth
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 
 import numpy as np
 from attrs import evolve
@@ -41,9 +42,12 @@ class RunResponder:
 
     def __init__(
         self, generator: Generator, chat: Chat, gate: AbstractAsyncContextManager[None], rules: Rules,
-        max_context: int, seed: int, rows: RowWriter | None,
+        max_context: int, seed: int, rows: RowWriter | None, failed: Callable[[WorkerError], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        """The sampling of `rules` has the chat's stop tokens. `rows`: None records nothing."""
+        """The sampling of `rules` has the chat's stop tokens. `rows`: None records nothing. `failed` gets errors of the
+        generator's workers, which end all requests.
+        """
+        self._failed = failed
         self._generator, self.chat, self._gate, self._rows = generator, chat, gate, rows
         self._max_context, self._seed = max_context, seed
         self._numbers = itertools.count()
@@ -77,6 +81,8 @@ class RunResponder:
             async with self._gate:
                 completion = await complete(self._generator, request, self.chat.decode)
         except (WorkerError, InfrastructureError) as error:
+            if isinstance(error, WorkerError):
+                self._failed(error)
             raise ApiError(503, "the model cannot answer now", code="model_failed") from error
         except WhetError as error:  # the generator refuses it, e.g. for a token that the model does not have
             raise ApiError(400, str(error)) from error
@@ -108,7 +114,7 @@ class RunEndpoint:
         opened = AsyncExitStack()
         address = self._loop.run(opened.enter_async_context(self._listener.open(self._responder, tuple)))
         self._opened = opened
-        _write_private(self._folder, {"base_url": address.base_url, "api_key": address.api_key, "model": address.model})
+        write_address(self._folder.path / ADDRESS, address)
         self._folder.journal("endpoint opened", base_url=address.base_url)
         return address
 
@@ -123,9 +129,9 @@ class RunEndpoint:
         self._folder.journal("endpoint closed", **self._listener.counts, **self._rows.counts)
 
 
-def _write_private(folder: RunFiles, value: Mapping[str, str]) -> None:
-    """Write a file that only this user may read, from its first byte on."""
-    file = folder.path / ADDRESS
+def write_address(file: Path, address: Address) -> None:
+    """Write an address and its key as JSON, for this user alone from the first byte on."""
+    value = {"base_url": address.base_url, "api_key": address.api_key, "model": address.model}
     with disk_errors(file):
         file.unlink(missing_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
