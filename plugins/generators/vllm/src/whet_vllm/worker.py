@@ -168,7 +168,8 @@ class Worker:
             self._tasks.pop(request.id, None)
 
     async def _ask(self, request: Request, mailbox: "_Mailbox") -> Completion:
-        limit = completion_limit(request, self._engine.max_length, self._engine.vocab_size, "vLLM", LOWEST_TEMPERATURE)
+        most, words = self._engine.max_length, self._engine.vocab_size
+        limit = completion_limit(request, most, words, "vLLM", LOWEST_TEMPERATURE, schemas=True)
         self._waiting.add(request.id)
         try:
             while not self._gate.is_set():
