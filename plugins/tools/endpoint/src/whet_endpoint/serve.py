@@ -7,6 +7,7 @@ The config is checked and planned as that of a run, so every key of `generator`,
 """
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -115,7 +116,7 @@ def _opened(prepared: Prepared, attempt: Attempt) -> Served:
         prepared, folder.began(), {}, attempt.spans, status, closers, training=False, evaluation=False
     )  # fmt: skip
     generator = start(prepared, attempt, ["generator"], groups.of, info)["generator"]
-    loop, failure = EpisodeLoop(), _Failure()
+    loop, failure = EpisodeLoop(), Failure()
     closers.append(loop.close)
     responder = _responder(prepared, inputs.chat, generator, failure)
     opened = AsyncExitStack()
@@ -124,7 +125,7 @@ def _opened(prepared: Prepared, attempt: Attempt) -> Served:
     return Served(prepared.model.path, address, failure.wait)
 
 
-def _responder(prepared: Prepared, chat: "ChatTokenizer", generator: Any, failure: "_Failure") -> RunResponder:
+def _responder(prepared: Prepared, chat: "ChatTokenizer", generator: Any, failure: "Failure") -> RunResponder:
     from whet.rollout.gate import Gate
 
     config = prepared.config
@@ -143,7 +144,7 @@ def _closed(loop: "EpisodeLoop", opened: AsyncExitStack) -> None:
     loop.try_run(opened.aclose())
 
 
-class _Failure:
+class Failure:
     """The error with which the generator failed for good."""
 
     def __init__(self) -> None:
@@ -163,16 +164,17 @@ class _Failure:
 
 
 class _Ending:
-    """Handles signals: the first one ends the body, and closing goes on at any further one."""
+    """Handles signals: the first one ends the body; a further one ends the process, and the watchdog its workers."""
 
     def __init__(self) -> None:
         self._told = False
 
     def __call__(self, number: int) -> None:
-        if not self._told:
-            self._told = True
-            acknowledge(number, CLOSING)
-            raise KeyboardInterrupt
+        if self._told:
+            os._exit(128 + number)
+        self._told = True
+        acknowledge(number, CLOSING)
+        raise KeyboardInterrupt
 
 
 @contextmanager
