@@ -91,7 +91,9 @@ class GuessServer:
 
     async def _go_wrong(self, socket: web.WebSocketResponse) -> bool:
         if self.trouble == "hangs":
-            await asyncio.sleep(3600)
+            async for _ in socket:  # until the client has gone
+                pass
+            return True
         if self.trouble == "closes":
             return True
         await socket.send_str(TROUBLES[self.trouble])

@@ -17,6 +17,8 @@ from whet_testing.fakes import FakeModel
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import NUMBER, TROUBLES, GuessServer, serving  # noqa: E402 - a module beside this file
 
+sys.path.remove(str(Path(__file__).parent))
+
 TWO = {**NUMBER, "required": ["number", "why"], "properties": {**NUMBER["properties"], "why": {"type": "string"}}}
 
 
@@ -28,6 +30,7 @@ def server() -> Iterator[GuessServer]:
 
 class TestPlugin(ComponentContract):
     hooks = "whet_env_openenv.hooks"
+    documents = {"openenv": {"url": "http://127.0.0.1:8000"}}
 
 
 class TestOpenEnv(EnvironmentContract):
