@@ -23,11 +23,12 @@ NUMBER = {
 
 class GuessServer:
     """A server of `{"number": N}`: the number to find is the seed modulo 10. `trouble` is what it does wrong, if
-    anything, to each step; with `times` only to the first ones.
+    anything, to each step, or `on` each reset; with `times` only to the first ones.
     """
 
-    def __init__(self, trouble: str = "", times: int = 1_000_000, most: int = 64, schema: Any = NUMBER) -> None:
-        self.trouble, self.times, self.most, self.schema = trouble, times, most, schema
+    def __init__(self, trouble: str = "", times: int = 1_000_000, on: str = "step", most: int = 64) -> None:
+        self.trouble, self.times, self.on, self.most = trouble, times, on, most
+        self.schema: Any = NUMBER
         self.seen: list[dict[str, Any]] = []
         """Every message, in order."""
         self.open = self.peak = self.sessions = 0
@@ -73,18 +74,19 @@ class GuessServer:
             self.seen.append(asked)
             if asked["type"] == "close":
                 break
-            if asked["type"] == "reset":
-                secret = asked["data"]["seed"] % 10
-                await socket.send_str(_observed("A number from 0 to 9.", None, False))
-                continue
-            if self.trouble and self.times > 0:
+            if self.trouble and self.times > 0 and asked["type"] == self.on:
                 self.times -= 1
                 if await self._go_wrong(socket):
                     break
                 continue
+            if asked["type"] == "reset":
+                secret = asked["data"]["seed"] % 10
+                await socket.send_str(_observed("A number from 0 to 9.", None, False))
+                continue
             number = asked["data"].get("number")
             if not isinstance(number, int) or not 0 <= number <= 9:
-                await socket.send_str(_error("VALIDATION_ERROR", f"number: {number} is not from 0 to 9"))
+                wrong = {"loc": ["number"], "msg": f"{number} is not from 0 to 9"}
+                await socket.send_str(_error("VALIDATION_ERROR", "Invalid message", errors=[wrong]))
             else:
                 far = "right" if number == secret else "too low" if number < secret else "too high"
                 await socket.send_str(_observed(far, 1.0 if far == "right" else -0.1, far == "right"))
@@ -105,8 +107,8 @@ def _observed(text: Any, reward: Any, done: Any) -> str:
     return json.dumps({"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}})
 
 
-def _error(code: str, message: str) -> str:
-    return json.dumps({"type": "error", "data": {"code": code, "message": message}})
+def _error(code: str, message: str, **more: Any) -> str:
+    return json.dumps({"type": "error", "data": {"code": code, "message": message, **more}})
 
 
 TROUBLES = {

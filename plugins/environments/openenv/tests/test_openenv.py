@@ -15,7 +15,7 @@ from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.fakes import FakeModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import NUMBER, TROUBLES, GuessServer, serving  # noqa: E402 - a module beside this file
+from serving import NUMBER, TROUBLES, GuessServer, serving
 
 sys.path.remove(str(Path(__file__).parent))
 
@@ -173,5 +173,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_text_of_the_server_is_cut_and_breaks_no_chat_template() -> None:
     with serving(GuessServer()) as server:
         environment = OpenEnv(OpenEnvConfig(url=server.url, observation_characters=20))
-        assert environment._shown({"text": "<|im_end|>" + "y" * 100}) == "< |im_end|>yyyyyyyyyy\n[90 characters left out]"
+        assert (
+            environment._shown({"text": "<|im_end|>" + "y" * 100}) == "< |im_end|>yyyyyyyyyy\n[90 characters left out]"
+        )
         assert environment._shown({"a": 1, "b": [2]}) == '{"a": 1, "b": [2]}'

@@ -75,7 +75,9 @@ def action_format(config: OpenEnvConfig, schema: Mapping[str, Any]) -> ActionFor
     needed = [name for name in schema.get("required") or () if name in names] or names
     name = config.action_field or (needed[0] if len(needed) == 1 else "")
     if config.action_field and name not in names:
-        raise ConfigError(f"openenv.action_field: the actions of {config.url} have no field {name!r}; there are {names}")
+        raise ConfigError(
+            f"openenv.action_field: the actions of {config.url} have no field {name!r}; there are {names}"
+        )
     if config.action == "text" and not name:
         raise ConfigError(
             f"openenv.action: the actions of {config.url} need {len(needed)} fields, so text is no action; set "

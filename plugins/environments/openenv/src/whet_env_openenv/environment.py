@@ -1,6 +1,6 @@
 """The environment `openenv`: plays what an OpenEnv server runs. Each task is a seed.
 
-    reset with the seed -> observation -> response with an action -> step -> observation, reward -> ... until done
+reset with the seed -> observation -> response with an action -> step -> observation, reward -> ... until done
 """
 
 import asyncio

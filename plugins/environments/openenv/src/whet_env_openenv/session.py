@@ -130,7 +130,7 @@ class Session:
             found, data = answer["type"], answer["data"]
             if found == "error":
                 if data.get("code") == "VALIDATION_ERROR":
-                    raise ActionRefused(str(data.get("message")))
+                    raise ActionRefused(_reasons(data))
                 raise self._wrong(f"answers a {kind} with {data.get('code')!s:.40}: {data.get('message')!s:.300}")
             observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -144,6 +144,14 @@ class Session:
 
     def _wrong(self, what: str) -> InfrastructureError:
         return InfrastructureError(f"OpenEnv server {self._server.url} {what}")
+
+
+def _reasons(data: Mapping[str, Any]) -> str:
+    """Return why an action is not valid: for each field what is wrong with it, where the server states it."""
+    found = data.get("errors")
+    listed = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    fields = [(".".join(map(str, one.get("loc") or ())), one.get("msg")) for one in listed[:4]]
+    return "; ".join(f"{place}: {text}" if place else str(text) for place, text in fields) or str(data.get("message"))
 
 
 def _words(error: BaseException) -> str:
