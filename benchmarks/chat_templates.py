@@ -37,9 +37,7 @@ from whet.rollout.routing import Route
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
 
-SPECIAL = re.compile(
-    r"<\|[^|<>'\"{}]{1,40}\|>|<｜[^｜'\"{}]{1,40}｜>|</?s>|\[[A-Z_/]{4,30}\]|<[a-z]+_of_[a-z]+>|\[e~\[|<\|[a-z_]+>|<[a-z_]+\|>"
-)
+SPECIAL = re.compile(r"<\|[^|<>'\"{}]{1,40}\|>|<｜[^｜'\"{}]{1,40}｜>|</?s>|\[[A-Z_/]{4,30}\]|<[a-z]+_of_[a-z]+>|\[e~\[|<\|[a-z_]+>|<[a-z_]+\|>")
 TOOL = json.dumps({
     "type": "function",
     "function": {
@@ -133,9 +131,7 @@ def raw_turn(chat: ChatTokenizer, before: Conversation, message: Message) -> str
     whole = chat.render((*before, message))
     stops = [chat.decode([token], skip_special=False) for token in chat.stop_tokens]
     if not whole.startswith(asked):  # as with an empty reasoning block that later turns lack
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole))
-        )
+        shared = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole)))
         head = whole.rfind("<", 0, shared) if whole.rfind("<", 0, shared) > whole.rfind(">", 0, shared) else shared
         turn = whole[head:]
         opened = asked[head:].strip()
@@ -195,9 +191,7 @@ def outcome(chat: ChatTokenizer, name: str) -> str:
     except AssertionError as error:
         return f"WRONG: {error}"
     for wanted, found in environment.read:
-        if tools and [(c.name, json.loads(c.arguments)) for c in wanted] != [
-            (c.name, json.loads(c.arguments)) for c in found
-        ]:
+        if tools and [(c.name, json.loads(c.arguments)) for c in wanted] != [(c.name, json.loads(c.arguments)) for c in found]:
             return f"{len(episode.trajectories)}, CALLS NOT READ: {found!r:.80}"
     return str(len(episode.trajectories))
 
@@ -218,9 +212,7 @@ def main() -> None:
             found = {name: outcome(chat, name) for name in TALKS}
             shows = type(responses()(chat).calls).__name__
         for name, one in found.items():
-            totals[name][
-                one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"
-            ] += 1
+            totals[name][one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"] += 1
         print(f"{file.stem[:44]:45} {shows:14}", " | ".join(f"{name} {one}" for name, one in found.items()), flush=True)
     for name, counts in totals.items():
         print(name, dict(sorted(counts.items())))

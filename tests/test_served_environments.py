@@ -19,13 +19,16 @@ ENVIRONMENTS = Path(__file__).parents[1] / "plugins" / "environments"
 def module(path: Path) -> ModuleType:
     """Return the module of a file beside a plugin's tests."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
 
 
-def trained(tmp_path: Path, model: Path, environment: dict[str, object]) -> tuple[list[dict[str, float]], list[dict]]:
+def trained(
+    tmp_path: Path, model: Path, environment: dict[str, object], **more: object
+) -> tuple[list[dict[str, float]], list[dict]]:
     """Train for two steps and evaluate. Returns the rows of metrics, and the last step's episodes."""
     document = {
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "export": False},
@@ -37,6 +40,7 @@ def trained(tmp_path: Path, model: Path, environment: dict[str, object]) -> tupl
         "environments": [environment],
         "evaluation": {"every": 2, "environments": [{**environment, "limit": 2}]},
         "cluster": {"workers": "inline"},
+        **more,
     }
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
     assert run(tmp_path / "it.yaml").finished
@@ -60,7 +64,9 @@ def test_an_openenv_server_is_trained_on_and_evaluated(tmp_path, tiny_model_fold
 def test_episodes_that_a_server_drops_are_played_again_and_counted(tmp_path, tiny_model_folder):
     openenv = module(ENVIRONMENTS / "openenv" / "tests" / "serving.py")
     with openenv.serving(openenv.GuessServer(trouble="closes", times=3, on="reset")) as server:
-        rows, episodes = trained(tmp_path, tiny_model_folder, {"use": "openenv", "url": server.url, "turns": 1})
+        rows, episodes = trained(
+            tmp_path, tiny_model_folder, {"use": "openenv", "url": server.url, "turns": 1}, evaluation={}
+        )
     assert len(episodes) == 4
     assert server.times == 0
     assert sum(row.get("episodes/retried", 0) for row in rows) >= 1

@@ -132,7 +132,7 @@ def test_a_tool_that_fails_is_told_to_the_model(data: str) -> None:
 
 def test_a_record_that_the_server_does_not_take_is_named(server: CounterServer, tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", *[{"responses_create_params": {"input": "Hi", "tools": TOOLS}}] * 4)
-    with pytest.raises(EpisodeError, match="seed_session does not take the record.*initial_count: field required"):
+    with pytest.raises(EpisodeError, match=r"seed_session does not take the record.*initial_count: field required"):
         played(server, data, "5")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-NUMBER = {
+NUMBER: dict[str, Any] = {
     "title": "Guess",
     "type": "object",
     "additionalProperties": False,

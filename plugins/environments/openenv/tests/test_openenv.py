@@ -19,7 +19,11 @@ from serving import NUMBER, TROUBLES, GuessServer, serving
 
 sys.path.remove(str(Path(__file__).parent))
 
-TWO = {**NUMBER, "required": ["number", "why"], "properties": {**NUMBER["properties"], "why": {"type": "string"}}}
+TWO: dict[str, Any] = {
+    **NUMBER,
+    "required": ["number", "why"],
+    "properties": {**NUMBER["properties"], "why": {"type": "string"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,7 @@ def test_a_server_that_is_gone_is_named() -> None:
         environment = OpenEnv(OpenEnvConfig(url=server.url))
     with pytest.raises(InfrastructureError, match="no session: ClientConnectorError"):
         asyncio.run(environment.run(Task("", {"seed": 47}), FakeModel("7")))
-    with pytest.raises(ConfigError, match="has no schema of actions .*start the OpenEnv server"):
+    with pytest.raises(ConfigError, match=r"has no schema of actions .*start the OpenEnv server"):
         OpenEnv(OpenEnvConfig(url=server.url))
 
 
@@ -166,7 +170,7 @@ def test_a_token_is_sent_with_every_request_and_never_shown(
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ws://there", "file:///etc/passwd", "http://", "http://a?b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="wanted the address of a server, e.g. http"):
+    with pytest.raises(ValueError, match=r"wanted the address of a server, e.g. http"):
         OpenEnvConfig(url=url)
 
 

@@ -98,9 +98,9 @@ class NemoGym:
 
     def _shown(self, text: str) -> str:
         most = self._config.tool_characters
-        return without_markers(
-            text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} characters left out]"
-        )
+        if len(text) > most:
+            text = f"{text[:most]}\n[{len(text) - most} characters left out]"
+        return without_markers(text)
 
     def _task(self, row: Row) -> Task:
         params = parameters(row.record)

@@ -18,8 +18,8 @@ def parameters(record: Mapping[str, Any]) -> Mapping[str, Any]:
     found = record.get("responses_create_params")
     if not isinstance(found, Mapping) or "input" not in found:
         raise DataError(
-            f"the field 'responses_create_params' has no `input`; the record has {list(record)!r:.120}; wanted a record "
-            "of NeMo Gym"
+            f"the field 'responses_create_params' has no `input`; the record has {list(record)!r:.120}; wanted a "
+            "record of NeMo Gym"
         )
     return found
 
@@ -50,8 +50,8 @@ def response(params: Mapping[str, Any], items: Sequence[Mapping[str, Any]], name
     """Return a response of the Responses API, with all fields that a resources server insists on."""
     return {
         "id": f"resp_{name}", "object": "response", "created_at": 0, "model": "policy", "output": list(items),
-        "parallel_tool_calls": params.get("parallel_tool_calls", True), "tool_choice": params.get("tool_choice", "auto"),
-        "tools": list(params.get("tools") or ()),
+        "parallel_tool_calls": params.get("parallel_tool_calls", True),
+        "tool_choice": params.get("tool_choice", "auto"), "tools": list(params.get("tools") or ()),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ LONGEST_SCHEMA = 16_384
 OPENING, CLOSING = "<action>", "</action>"
 
 
-class InvalidAction(Exception):
+class InvalidAction(Exception):  # noqa: N818 - it says what came of a response
     """A response has no action that the server can take. The message is for the model."""
 
 

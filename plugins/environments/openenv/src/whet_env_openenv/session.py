@@ -25,7 +25,7 @@ from whet.errors import ConfigError, InfrastructureError
 _SCHEMA_BYTES = 1 << 20
 
 
-class ActionRefused(Exception):
+class ActionRefused(Exception):  # noqa: N818 - it says what came of an action
     """The server says that an action is not valid. The message is the server's."""
 
 

@@ -102,7 +102,7 @@ class JsonCalls:
             following = _SEPARATORS.match(text, at)
             after = following.end() if following else at
             if after >= len(text) or (not whole and text[after] != "{"):
-                return at
+                return at  # noqa: B901 - `yield from` takes it
             at = after
 
     def _call(self, value: Any) -> Call:
@@ -275,9 +275,7 @@ class ElementCalls:
             name = text[at:begin]
             types = types_of(tools).get(name, {})
             whole = arguments if isinstance(arguments, dict) else {}
-            typing = {
-                k: v if types.get(k) == "string" or not isinstance(v, str) else typed(v) for k, v in whole.items()
-            }
+            typing = {k: v if types.get(k) == "string" or not isinstance(v, str) else typed(v) for k, v in whole.items()}
             found.append(made(name, typing))
         return self.frame.content_end(text), found
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from attrs import frozen
 
@@ -241,13 +242,8 @@ def _common_end(one: str, other: str) -> int:
 _HINTS: tuple[tuple[str, Reader], ...] = (
     (
         "<|im_middle|>",
-        JsonCalls(
-            Frame("<|tool_call_begin|>", ("<|tool_calls_section_begin|>",)),
-            None,
-            "",
-            "functions.",
-            "<|tool_call_argument_begin|>",
-        ),
+        JsonCalls(Frame("<|tool_call_begin|>", ("<|tool_calls_section_begin|>",)), None, "", "functions.",
+                  "<|tool_call_argument_begin|>"),
     ),
     ("<|tool_list_start|>", PythonCalls(Frame("<|tool_call_start|>"))),
     ("<|tool_call|>", JsonCalls(Frame("<|tool_call|>"), "name", "arguments")),

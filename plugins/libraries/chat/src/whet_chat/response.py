@@ -84,6 +84,7 @@ class ResponseFormat:
             return content, []
         return (content[:end].rstrip(), calls) if calls else (content, [])
 
+
     def _bare(self, content: str) -> str:
         """Return content without the tags around it."""
         if self.lead and content.lstrip().startswith(self.lead):
