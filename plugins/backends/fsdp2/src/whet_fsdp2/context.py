@@ -17,7 +17,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet_fsdp2.layout import Ints
+from whet_training.layout import Ints
 
 
 @frozen(eq=False)
