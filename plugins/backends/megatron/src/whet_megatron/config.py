@@ -59,16 +59,16 @@ class MegatronConfig:
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
     """Tokens of one forward and backward pass on one rank. Padding counts."""
     layout: Literal["packed", "padded"] = "packed"
-    """`packed`: all sequences in one row, without padding (THD). `padded`: a row for each sequence. Both compute the same
-    numbers."""
+    """`packed`: all sequences in one row, without padding (THD). `padded`: a row for each sequence. Both compute the
+    same numbers."""
     logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
     """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """`true`: keep only the inputs of layers for the backward pass and recompute the rest. `selective`: recompute the
     attention alone (Korthikanti et al. 2022, arXiv:2205.05198)."""
     layers: Literal["auto", "transformer-engine", "test"] = "auto"
-    """The modules that layers are made of. `transformer-engine`: NVIDIA's, on GPUs. `test`: plain PyTorch, slow; with them
-    a CPU tests everything but these modules. `auto`: Transformer Engine on a GPU, `test` on a CPU."""
+    """The modules that layers are made of. `transformer-engine`: NVIDIA's, on GPUs. `test`: plain PyTorch, slow; with
+    them a CPU tests everything but these modules. `auto`: Transformer Engine on a GPU, `test` on a CPU."""
     vocabulary_multiple: int = field(default=64, validator=between(1, 65_536))
     """The rows of embedding and head on each rank are padded to a multiple of it, because GPUs multiply such matrices
     faster. Padding takes no part in any result, and no export has it."""
@@ -114,8 +114,8 @@ def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: boo
 
 def layers_note(config: MegatronConfig) -> str:
     """Return the sentence of the plan about the modules of layers. Which they are is known where the workers run."""
-    here = importlib.util.find_spec("transformer_engine") is not None
-    engine = "transformer-engine, which is installed here" if here else "transformer-engine, which is not installed here"
+    here = "is" if importlib.util.find_spec("transformer_engine") is not None else "is not"
+    engine = f"transformer-engine, which {here} installed here"
     if config.layers == "test":
         return "megatron: the layers are plain PyTorch modules, a test vehicle (backend.layers: test)"
     if config.layers == "transformer-engine":

@@ -52,7 +52,8 @@ def take(cut: Cut, stored: Sequence[Slices], shape: Sequence[int], place: Place,
         return torch.cat([found, found.new_zeros(shape[0] - len(found), *found.shape[1:])])
     heads = place.part(model.heads), place.part(model.kv_heads), place.part(model.kv_heads)
     parts = [
-        weight[one.start * model.head_dim : one.stop * model.head_dim] for weight, one in zip(stored, heads, strict=True)
+        weight[one.start * model.head_dim : one.stop * model.head_dim]
+        for weight, one in zip(stored, heads, strict=True)
     ]
     groups = model.kv_heads // place.ranks
     split = [part.reshape(groups, -1, model.head_dim, *part.shape[1:]) for part in parts]

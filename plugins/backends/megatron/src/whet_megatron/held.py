@@ -53,6 +53,18 @@ class HeldModels:
         layers.choose(self._config.layers, torch.device(rank.device))  # before anything imports Megatron
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
+        try:
+            self._build(rank, model, total_steps, seed, trained)
+        except BaseException:  # of a role that shares its processes others must be able to start
+            self._ranks.leave()
+            raise
+        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        self._losses: dict[str, Loss] = {}
+        self._nonfinite = 0
+        self._asleep = False
+
+    def _build(self, rank: WorkerRank, model: ModelInfo, total_steps: int, seed: int, trained: bool) -> None:
+        """Load the models, and make what computes with them."""
         groups.seed(seed)
         self._memory = PeakMeter(self._device, rank.role)
         with self._memory.phase("loading"):
@@ -65,10 +77,6 @@ class HeldModels:
         self._feeder = Feeder(
             self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
         )
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
-        self._losses: dict[str, Loss] = {}
-        self._nonfinite = 0
-        self._asleep = False
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 

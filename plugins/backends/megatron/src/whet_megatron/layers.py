@@ -26,7 +26,8 @@ def choose(wanted: str, device: torch.device) -> Layers:
         words = f"backend.layers: Transformer Engine cannot be imported ({error}); {INSTALL}"
         raise ConfigError(words) from error
     except Exception as error:  # without CUDA libraries it raises what it likes
-        raise ConfigError(f"backend.layers: Transformer Engine is installed and cannot load: {error}; {INSTALL}") from error
+        words = f"backend.layers: Transformer Engine is installed and cannot load: {error}; {INSTALL}"
+        raise ConfigError(words) from error
     return "transformer-engine"
 
 

@@ -49,6 +49,9 @@ class HeldModel:
         self.weights.load(info.path, new_head=drawn)
         self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(stages)]
         """The stages as Megatron's schedules call them."""
+        self.config.finalize_model_grads_func = _add_gradients_up
+        if trained and config.optimizer.overlap:  # gradients are added up in the last backward pass of a step only
+            self.config.no_sync_func = self.chunks[0].no_sync
 
     def _stage(self, number: int) -> Any:
         from megatron.core import parallel_state
@@ -107,6 +110,13 @@ class HeldModel:
         """Yield all parameters of this rank."""
         for stage in self.weights.stages:
             yield from stage.parameters()
+
+
+def _add_gradients_up(stages: list[Any], count: Any = None, **options: Any) -> None:
+    """Add gradients up over the ranks that hold the same weights. `count`: Megatron would divide by it."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(stages, None, **options)
 
 
 def _pass_through(hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
@@ -169,6 +179,7 @@ def transformer_config(
         # A loss is a sum over a count that is global, so gradients are added up over all ranks, never averaged.
         calculate_per_token_loss=True,
         cross_entropy_loss_fusion=False,
+        moe_token_dispatcher_type="alltoall",  # of a dense model too: another one refuses lengths that vary
         perform_initialization=False,
         **_recompute(config),
         **(_experts(arch) if arch.experts else {}),
@@ -192,6 +203,5 @@ def _experts(arch: architecture.Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.normalize_chosen,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }

@@ -16,7 +16,9 @@ class StoredWeights:
         self._folder, self._stack = folder, stack
         self._files: dict[str, Any] = {}
         self._file_of = _index(folder) or {
-            name: file.name for file in sorted(folder.glob("*.safetensors")) for name in self._open(file.name).keys()
+            name: file.name
+            for file in sorted(folder.glob("*.safetensors"))
+            for name in list(self._open(file.name).keys())
         }
 
     @property

@@ -62,6 +62,7 @@ class ModelWeights:
             rule = evolve(rule, stored=("model.embed_tokens.weight",))
             stored = rule.stored
         self.ruled[mine] = Ruled(parameter, rule, stored, others)
+        _mark(parameter, rule)
 
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
@@ -172,6 +173,16 @@ def _rule(rules: Sequence[Rule], name: str) -> tuple[Rule, tuple[str, ...]]:
         if (stored := rule.match(name)) is not None:
             return rule, stored
     raise WhetError(f"no rule of this model's family names Megatron's parameter {name}")
+
+
+def _mark(parameter: Any, rule: Rule) -> None:
+    """Mark a parameter that tensor parallel ranks split. Otherwise the gradient's norm counts that of one rank only.
+
+    Megatron marks them when it draws them at random, which costs time and is left out here.
+    """
+    if rule.cut != "whole":
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim, parameter.partition_stride = (1 if rule.cut == "columns" else 0), 1
 
 
 def _whole_name(stage: Any, name: str) -> str:
