@@ -22,7 +22,18 @@ LAYOUTS = {
     "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
     "tensor 2, sequence x context 2": (4, {"tensor": 2, "sequence": True, "context": 2}),
 }
-DENSE = ("qwen3", "llama", "qwen2")
+MIXED = {
+    "one rank": (1, {}),
+    "data 2": (2, {}),
+    "expert 2": (2, {"expert": 2}),
+    "tensor 2, sequence": (2, {"tensor": 2, "sequence": True}),
+    "tensor 2, sequence, expert 2": (2, {"tensor": 2, "sequence": True, "expert": 2}),
+    "tensor 2, sequence, expert_tensor 2": (2, {"tensor": 2, "sequence": True, "expert_tensor": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "context 2, expert 2": (2, {"context": 2, "expert": 2}),
+    "pipeline 2, expert 2": (4, {"pipeline": 2, "expert": 2}),
+}
+DENSE, MIXTURES = ("qwen3", "llama", "qwen2"), ("qwen3_moe", "mixtral")
 
 
 def layers(layout):
@@ -50,15 +61,15 @@ def trained(backend, batches, loss=LIKELIHOOD):
 
 
 def cases():
-    for layout, (_, sizes) in LAYOUTS.items():
-        for name in DENSE:
-            if name != "qwen2" or "tensor" not in sizes:  # it has one key head
-                yield pytest.param(layout, name, id=f"{layout} of {name}")
+    for known, names in ((LAYOUTS, DENSE), (MIXED, MIXTURES)):
+        for layout, (ranks, sizes) in known.items():
+            for name in names:
+                if name != "qwen2" or "tensor" not in sizes:  # it has one key head
+                    yield pytest.param(layout, ranks, sizes, name, id=f"{layout} of {name}")
 
 
-@pytest.mark.parametrize(("layout", "name"), list(cases()))
-def test_three_steps_equal_those_of_one_process_by_hand(build, folders, reference, make_batch, layout, name):
-    ranks, sizes = LAYOUTS[layout]
+@pytest.mark.parametrize(("layout", "ranks", "sizes", "name"), list(cases()))
+def test_three_steps_equal_those_of_one_process_by_hand(build, folders, reference, make_batch, layout, ranks, sizes, name):
     batches = [make_batch(seed) for seed in SEEDS]
     for rows in ("packed", "padded"):
         # 40 tokens of some 180: several micro-batches on each rank

@@ -9,7 +9,7 @@ from torch import Tensor
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import optimizer_types
 from whet_megatron.model import HeldModel
-from whet_megatron.torch_adamw import torch_adamw
+from whet_megatron.torch_adamw import begin, own_steps, torch_adamw
 from whet_training.schedule import learning_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
 
@@ -110,14 +110,20 @@ class Stepper:
 
     def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> Any:
         """Return the state as Megatron describes it in a checkpoint. `model`: the description of the weights."""
-        with optimizer_types(), torch_adamw():
+        begin(self._inner())
+        with optimizer_types():
             return self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
 
     def load(self, state: Any, steps: int) -> None:
         """Replace all state by that of a checkpoint."""
         with optimizer_types(), torch_adamw():
             self.optimizer.load_state_dict(state)
+        own_steps(self._inner(), steps)
         self.steps = steps
+
+    def _inner(self) -> list[Any]:
+        """Return the optimizers that Megatron's wrap."""
+        return [one.optimizer for one in self.optimizer.chained_optimizers if one.optimizer is not None]
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors of this rank in which float32 weights and moments are stored."""

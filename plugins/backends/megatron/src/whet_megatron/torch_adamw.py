@@ -2,11 +2,12 @@
 
 That AdamW keeps the number of steps as a tensor of each parameter; Megatron expects it once for all. Its distributed
 optimizer then fails when it loads, or gives all parameters one tensor, which each of them counts up: the first step
-after a resume is right, and the second one is not.
+after a resume is right, and the second one is not. Before the first step there is no state, and Megatron makes one by a
+step, which decays the weights.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,14 +16,8 @@ import torch
 
 @contextmanager
 def torch_adamw() -> Iterator[None]:
-    """Describe and load the state of torch's AdamW correctly."""
-    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+    """Let Megatron load the moments of torch's AdamW."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    if not USING_PYTORCH_OPTIMIZER:
-        yield
-        return
-    load, describe = DistributedOptimizer.load_state_dict, DistributedOptimizer.sharded_state_dict
 
     @torch.no_grad()
     def set_state(self: Any, model_param: Any, tensors: Any) -> None:
@@ -32,27 +27,32 @@ def torch_adamw() -> Iterator[None]:
         for key, value in {"param": main, **state}.items():
             value.copy_(tensors[key])
 
-    def load_state(self: Any, state: Any) -> None:
-        load(self, state)
-        _own_steps(self.optimizer)
-
-    def sharded(self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        return describe(self, model, is_loading, *args, **kwargs)
-
-    with ExitStack() as stack:
-        for name, value in {
-            "_set_main_param_and_optimizer_states": set_state,
-            "load_state_dict": load_state,
-            "sharded_state_dict": sharded,
-        }.items():
-            stack.enter_context(patch.object(DistributedOptimizer, name, value))
+    if _uses_torch():
+        with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_state):
+            yield
+    else:
         yield
 
 
-def _own_steps(optimizer: Any) -> None:
+def begin(optimizers: Iterable[Any]) -> None:
+    """Give parameters that no step has updated the state from which AdamW begins."""
+    for optimizer in optimizers if _uses_torch() else ():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state[parameter]:
+                    moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def own_steps(optimizers: Iterable[Any], steps: int) -> None:
     """Give each parameter a step counter of its own."""
-    for state in optimizer.state.values() if optimizer is not None else ():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
+    for optimizer in optimizers if _uses_torch() else ():
+        for state in optimizer.state.values():
+            state["step"] = torch.tensor(float(steps))
+
+
+def _uses_torch() -> bool:
+    """Return whether Megatron's optimizers use torch's AdamW, and not that of Transformer Engine or Apex."""
+    import megatron.core.optimizer as module
+
+    return bool(getattr(module, "USING_PYTORCH_OPTIMIZER", False))
