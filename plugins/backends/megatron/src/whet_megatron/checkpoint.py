@@ -60,6 +60,7 @@ def write(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ran
 def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ranks: Ranks) -> None:
     """Load a checkpoint. Raises `CheckpointError` before anything is changed if it is of another model or damaged."""
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
     document = _document(folder)
     _refuse_others(folder, document, model)
@@ -67,7 +68,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, rank
     try:
         with _quietly():
             found = dist_checkpointing.load(state, str(folder / TENSORS))
-    except Exception as error:  # Megatron, torch and the files each raise their own
+    except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
     for number, stage in enumerate(model.weights.stages):
         stage.load_state_dict(found[_key(number)], strict=True)
@@ -81,7 +82,7 @@ def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, An
         _key(number): stage.sharded_state_dict(metadata=METADATA) for number, stage in enumerate(model.weights.stages)
     }
     with optimizer_types():
-        state["optimizer"] = stepper.sharded_state(dict(state), METADATA, loading=loading)
+        state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
     return state
 
 

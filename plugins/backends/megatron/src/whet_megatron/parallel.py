@@ -166,6 +166,13 @@ def _experts(sizes: ParallelConfig, model: Architecture) -> Iterator[Problem]:
     if model.expert_mlp % sizes.expert_tensor:
         words = f"is {sizes.expert_tensor}, which does not divide the {model.expert_mlp} values of an expert"
         yield Problem("parallel.expert_tensor", words)
+    if sizes.expert == 1 and sizes.expert_tensor != sizes.tensor:
+        words = (
+            f"is {sizes.expert_tensor}, parallel.expert is 1 and parallel.tensor {sizes.tensor}: Megatron would not "
+            "add up the gradients of experts over the tensor parallel ranks; set it to parallel.tensor, or raise "
+            "parallel.expert"
+        )
+        yield Problem("parallel.expert_tensor", words)
     if sizes.tensor > 1 and not sizes.sequence:
         words = "is false; Megatron trains mixtures of experts over tensor parallel ranks with sequence: true alone"
         yield Problem("parallel.sequence", words)

@@ -99,6 +99,11 @@ class Passes:
                 forward_only=not backward,
             )
 
+    def _anchor(self, feed: Feed, hidden: Tensor) -> Tensor:
+        """Return 0, which depends on all weights: a pass without targets takes part in the backward pass of others."""
+        nothing = hidden.sum() * 0.0
+        return nothing if len(feed.where) else nothing + self.head.model.head.sum() * 0.0
+
     def _step(self, names: Sequence[str], finish: Finish) -> Callable[[Any, Any], Any]:
         """Return what Megatron's schedules call for one pass of one stage."""
 
@@ -113,8 +118,7 @@ class Passes:
             def close(hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
                 begun = clock(self.device)
                 objective = finish(number, self.head.outputs(feed, hidden, names))
-                # A pass without targets takes part in the backward pass of its neighbours.
-                value = hidden.sum() * 0.0 + (0.0 if objective is None else objective)
+                value = self._anchor(feed, hidden) + (0.0 if objective is None else objective)
                 self.forward_seconds += clock(self.device) - begun
                 return value, torch.zeros((), dtype=torch.int, device=self.device), {}
 

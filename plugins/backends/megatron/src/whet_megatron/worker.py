@@ -134,6 +134,10 @@ class Worker(HeldModels, LossWorker):
             self._passes(model).run(feeds, outputs, finish, backward=False)
         return found
 
+    def live(self, batch: Batch | None, loss: Spec) -> Any:
+        """Return which sequences [B] of a batch can change the loss. The driver reads it from the last stage."""
+        return super().live(self._ranks.share(batch), loss)
+
     def _plan(self, batch: Batch) -> list[Any]:
         """Return the sequences of each pass. None: a pass without targets, because other ranks have more.
 
