@@ -78,9 +78,9 @@ def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, rank
 
 def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
     """Return what this rank holds, as Megatron describes it in a checkpoint."""
-    state: dict[str, Any] = {
-        _key(number): stage.sharded_state_dict(metadata=METADATA) for number, stage in enumerate(model.weights.stages)
-    }
+    metadata = dict(METADATA)  # Megatron adds its groups, which end with the role
+    stages = enumerate(model.weights.stages)
+    state: dict[str, Any] = {_key(number): stage.sharded_state_dict(metadata=metadata) for number, stage in stages}
     with optimizer_types():
         state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
     return state
