@@ -131,8 +131,8 @@ def _layers(sizes: ParallelConfig, model: Architecture) -> Iterator[Problem]:
         yield Problem("parallel.virtual", words)
     elif model.layers % sizes.stages:
         key = "pipeline" if model.layers % sizes.pipeline else "virtual"
-        held = f"{sizes.pipeline} ranks x {sizes.virtual} virtual stages" if sizes.virtual > 1 else "stages"
-        words = f"is {getattr(sizes, key)}: the model's {model.layers} layers cannot be split evenly into {held}"
+        held = f"{sizes.pipeline} ranks x {sizes.virtual} virtual" if sizes.virtual > 1 else f"{sizes.pipeline}"
+        words = f"is {getattr(sizes, key)}: the model's {model.layers} layers cannot be split evenly into {held} stages"
         yield Problem(f"parallel.{key}", words)
 
 
