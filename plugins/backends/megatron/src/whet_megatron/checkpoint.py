@@ -125,7 +125,7 @@ def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> 
 
 def _refuse_incomplete(tensors: Path) -> None:
     """Raise `CheckpointError` if files lack or are shorter than their index says: they are read in place."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -79,7 +79,7 @@ def _set_random_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    torch.random.default_generator.manual_seed(int(seed))
+    torch.default_generator.manual_seed(int(seed))
 
 
 _CUDA: dict[str, Any] = {

@@ -83,8 +83,11 @@ class PlainAttention(torch.nn.Module):
         places, mine, bounds = torch.cat(held), held[self._group.rank()], torch.from_numpy(ends[1:])
         sequences, own = (torch.searchsorted(bounds, at.to(bounds.dtype), right=True) for at in (places, mine))
         seen = (places[None] <= mine[:, None]) & (sequences[None] == own[:, None])
+        queries, keys, values = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         found = F.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            queries,
+            keys,
+            values,
             attn_mask=seen,
             scale=self._scale,
             enable_gqa=query.shape[2] != key.shape[2],

@@ -49,7 +49,7 @@ class ModelWeights:
                 self._add(_whole_name(stage, name), parameter, self._rules)
 
     def _add(self, name: str, parameter: nn.Parameter, rules: Sequence[Rule]) -> None:
-        mine, others = name, ()
+        mine, others = name, tuple[tuple[str, ...], ...]()
         head, mark, tail = name.partition(".local_experts.")
         if mark:
             number, _, rest = tail.partition(".")

@@ -20,7 +20,6 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.loss import Loss
-from whet_training.ranks import RankGroup
 
 MAX_NONFINITE = 3
 """Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
@@ -29,7 +28,8 @@ MAX_NONFINITE = 3
 class LossWorker:
     """A part of a worker. Subclasses set the attributes that are declared here, and override what raises."""
 
-    _ranks: RankGroup
+    _ranks: Any
+    """A `RankGroup`, or an instance of a subclass."""
     _device: torch.device
     _losses: dict[str, Loss]
     """The losses that were built, by their specs."""

@@ -69,7 +69,8 @@ class RankGroup:
 
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         if self.size == 1:
-            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+            store: Any = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+            dist.init_process_group(kind, store=store, rank=0, world_size=1)
             return
         try:
             dist.init_process_group(kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size)
