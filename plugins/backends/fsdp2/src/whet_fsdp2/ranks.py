@@ -9,6 +9,7 @@ from whet.errors import ConfigError
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.parallel import Grid, ParallelConfig
 from whet_training.ranks import RankGroup
+from whet_weights.ports import shortage
 
 
 class Ranks(RankGroup):
@@ -19,7 +20,7 @@ class Ranks(RankGroup):
             self.grid = Grid(rank.size, sizes or ParallelConfig())
         except ValueError as error:
             raise ConfigError(f"{rank.role}.{error}") from error
-        super().__init__(rank, self.grid)
+        super().__init__(rank, self.grid, hint=shortage)
         if self.size > 1:
             self.make_group("context")
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from whet_fsdp2.feed import Feed
 from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
+from whet_ops.head_outputs import head_outputs
 from whet_ops.logprobs import distribution_kl
 from whet_ops.vocabulary import WHOLE, Vocabulary
-from whet_training.outputs import head_outputs
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
 """(hidden states [M, H], the head's weight, the head's further arguments) -> outputs."""

@@ -125,8 +125,8 @@ def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> 
 
 def _refuse_incomplete(tensors: Path) -> None:
     """Raise `CheckpointError` if files lack or are shorter than their index says: they are read in place."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
         index = FileSystemReader(str(tensors)).read_metadata()

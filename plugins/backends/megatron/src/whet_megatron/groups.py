@@ -7,6 +7,7 @@ from whet.errors import ConfigError
 from whet.interfaces.workers import WorkerRank
 from whet_megatron.parallel import Grid, ParallelConfig
 from whet_training.ranks import RankGroup
+from whet_weights.ports import shortage
 
 
 @define
@@ -36,7 +37,7 @@ class Ranks(RankGroup):
                 f"{rank.role}.parallel: is {sizes}, and another role in the same processes has {_made.sizes}; Megatron "
                 "has one set of groups in a process: use equal sizes, or take the role out of cluster.colocate"
             )
-        super().__init__(rank, self.grid, alone=True)
+        super().__init__(rank, self.grid, alone=True, hint=shortage)
         self.make_group("context")
         self.sizes = sizes
         if _made is None:

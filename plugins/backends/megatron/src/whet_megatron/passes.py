@@ -16,8 +16,9 @@ from torch import Tensor
 
 from whet_megatron.feed import Feed
 from whet_megatron.model import HeldModel
+from whet_ops.head_outputs import head_outputs
 from whet_ops.vocabulary import WHOLE, Vocabulary
-from whet_training.outputs import head_outputs, spread
+from whet_training.outputs import spread
 from whet_training.ranks import clock
 
 Outputs = dict[str, Tensor]

@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def torch_adamw() -> Iterator[None]:
-    """Let Megatron load the moments of torch's AdamW."""
+    """Make Megatron load the moments of torch's AdamW."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @torch.no_grad()
@@ -35,7 +35,7 @@ def torch_adamw() -> Iterator[None]:
 
 
 def begin(optimizers: Iterable[Any]) -> None:
-    """Give parameters that no step has updated the state from which AdamW begins."""
+    """Make the state from which AdamW begins, of parameters that no step has updated."""
     for optimizer in optimizers if _uses_torch() else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -45,7 +45,7 @@ def begin(optimizers: Iterable[Any]) -> None:
 
 
 def own_steps(optimizers: Iterable[Any], steps: int) -> None:
-    """Give each parameter a step counter of its own."""
+    """Make a step counter of its own for each parameter."""
     for optimizer in optimizers if _uses_torch() else ():
         for state in optimizer.state.values():
             state["step"] = torch.tensor(float(steps))

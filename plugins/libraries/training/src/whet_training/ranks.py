@@ -14,7 +14,6 @@ from whet.errors import ConfigError, WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.wire import decode, encode
-from whet_weights.ports import shortage
 
 T = TypeVar("T")
 _MADE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -43,10 +42,11 @@ class RankGroup:
     Roles that share processes share this process group, which ends with the role that made it.
     """
 
-    def __init__(self, rank: WorkerRank, grid: Grid, *, alone: bool = False) -> None:
-        """`alone`: a single rank has a process group, too."""
+    def __init__(self, rank: WorkerRank, grid: Grid, *, alone: bool = False, hint: Callable[[], str] = str) -> None:
+        """`alone`: a single rank has a process group, too. `hint`: what is added where ranks cannot meet."""
         self.rank, self.size, self.role = rank.rank, rank.size, rank.role
         self.device, self._grid = torch.device(rank.device), grid
+        self._hint = hint
         self._joined = False
         self._groups: dict[tuple[str, ...], Any] = {}
         """The process groups of this rank, by the coordinates in which their members differ."""
@@ -76,7 +76,7 @@ class RankGroup:
             dist.init_process_group(kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size)
         except RuntimeError as error:
             raise WhetError(
-                f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{shortage()}"
+                f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{self._hint()}"
             ) from error
 
     def make_group(self, *axes: str) -> None:
