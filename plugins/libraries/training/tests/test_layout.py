@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data.batch import Batch, from_sequences
-from whet_fsdp2.layout import Row, Rows, bins, pack, ranges, shared_prompts, used_lengths
-from whet_fsdp2.packing import plan
+from whet_training.layout import Row, Rows, bins, pack, ranges, shared_prompts, used_lengths
+from whet_training.packing import plan
 
 
 def batch_of(seed: int, groups: int = 3, samples: int = 3, unit: int = 1) -> Batch:

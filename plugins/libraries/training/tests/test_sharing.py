@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from whet.data.batch import Batch
 from whet.data.model_info import ModelInfo
-from whet_fsdp2.layout import pack
-from whet_fsdp2.sharing import pair_cost, share
+from whet_training.layout import pack
+from whet_training.sharing import pair_cost, share
 
 KINDS = ("pairs", "samples", "sft")
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from whet.data.batch import Batch, Shards
 from whet.data.model_info import ModelInfo
-from whet_fsdp2.layout import Ints, Layout, used_lengths
-from whet_fsdp2.packing import Costs, Piece
+from whet_training.layout import Ints, Layout, used_lengths
+from whet_training.packing import Costs, Piece
 
 EVEN = 1.005
 """A rank with at most this many times the mean work is not relieved further."""

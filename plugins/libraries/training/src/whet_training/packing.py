@@ -17,7 +17,7 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch
-from whet_fsdp2.layout import Ints, Layout, shared_prompts, used_lengths
+from whet_training.layout import Ints, Layout, shared_prompts, used_lengths
 
 
 @frozen

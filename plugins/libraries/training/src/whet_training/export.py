@@ -1,6 +1,5 @@
 """The files of an exported model folder: weights, config, and what is copied from the folder that was trained."""
 
-import copy
 import json
 import shutil
 from collections.abc import Iterable
@@ -56,18 +55,6 @@ def _write_file(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
     save_file(tensors, path, metadata={"format": "pt"})
     use_umask(path)
     return path
-
-
-def write_config(model: Any, folder: Path, dtype: Any) -> None:
-    """Write the config and the generation config of a model, as one process would load it."""
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    if hasattr(config, "distributed_config"):
-        del config.distributed_config
-    config.save_pretrained(folder)
-    if model.can_generate() and not (folder / "generation_config.json").exists():
-        model.generation_config.save_pretrained(folder)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -3,8 +3,7 @@ import math
 import attrs
 import pytest
 
-from whet_fsdp2.config import ScheduleConfig
-from whet_fsdp2.schedule import learning_rate
+from whet_training.schedule import ScheduleConfig, learning_rate
 
 
 def rates(schedule: ScheduleConfig, steps: int = 10, total: int = 10) -> list[float]:

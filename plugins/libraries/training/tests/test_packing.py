@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data.batch import Batch, from_sequences
-from whet_fsdp2.layout import pack, used_lengths
-from whet_fsdp2.packing import Costs, plan
+from whet_training.layout import pack, used_lengths
+from whet_training.packing import Costs, plan
 
 KINDS = ("pairs", "samples", "sft")
 
