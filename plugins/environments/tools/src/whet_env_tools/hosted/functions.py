@@ -83,7 +83,7 @@ class Functions:
             return Answer(f"{type(error).__name__}: {error}", error=True)
         return Answer(text, state=state)
 
-    async def recovers(self) -> bool:
+    async def recovers(self, seconds: float) -> bool:
         """Return whether no function hangs in the thread, which nothing can stop."""
         return not self._stuck
 

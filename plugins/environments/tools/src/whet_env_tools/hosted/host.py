@@ -59,8 +59,8 @@ class Tools(Protocol):
         """Call a tool. Raises `Broken`."""
         ...
 
-    async def recovers(self) -> bool:
-        """Return whether further calls can be answered after one that was not over in time."""
+    async def recovers(self, seconds: float) -> bool:
+        """Return whether further calls can be answered after one that was not over in time, `seconds`."""
         ...
 
 
@@ -126,8 +126,8 @@ async def _answer(tools: Tools, message: dict[str, Any], say: Callable[[dict[str
             async with asyncio.timeout(message["seconds"]):
                 answer = await tools.call(message["tool"], message["arguments"], message["episode"])
         except TimeoutError:
-            reply = {"late": True} if await tools.recovers() else {"late": True, "broken": "it does not answer"}
-            await say({"id": number, **reply})
+            recovers = await tools.recovers(message["seconds"])
+            await say({"id": number, "late": True, **({} if recovers else {"broken": "it does not answer"})})
             return
         text, left_out = answer.text[:_MOST_TEXT], len(answer.text) - _MOST_TEXT
         text += f"\n[{left_out} characters left out]" * (left_out > 0)

@@ -110,10 +110,10 @@ class McpTools:
             text = json.dumps(structured, ensure_ascii=False)
         return Answer(text, error=bool(_either(result, "is_error", "isError")))
 
-    async def recovers(self) -> bool:
+    async def recovers(self, seconds: float) -> bool:
         """Return whether the server answers a ping."""
         try:
-            async with asyncio.timeout(_PING_SECONDS):
+            async with asyncio.timeout(min(seconds, _PING_SECONDS)):
                 await self._session.send_ping()
         except Exception:  # whatever the client raises: the server is to be started again
             return False
