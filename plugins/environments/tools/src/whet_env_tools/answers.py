@@ -1,8 +1,8 @@
 r"""The final answer of a response, and whether it is right.
 
 The answer is what stands in the last `\boxed{...}`, else what follows `Answer:` in the last line that has it, else the
-whole response. Two answers are the same if they are after lower case, articles, punctuation and white space are taken
-away (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250, section 6.1), or if both are the same number.
+whole response. Two answers are the same if they are the same number, or the same text without case, articles, white
+space and, where there are no digits, punctuation (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250, section 6.1).
 """
 
 import re
@@ -42,5 +42,10 @@ def canonical(answer: str) -> str:
         sign, digits, part = whole[:1].strip("0123456789"), whole.lstrip("-0") or "0", part.rstrip("0")
         return f"{sign if (digits, part) != ('0', '') else ''}{digits}{'.' if part else ''}{part}"
     lower = unicodedata.normalize("NFKC", answer[:_LONGEST]).lower()
-    letters = "".join(" " if unicodedata.category(one)[0] in "PZC" else one for one in lower)
+    # beside digits a sign is part of what it says: 9! is not 9, and 1/2 is not 12
+    dropped = ",\"'" if any(map(str.isdigit, lower)) else ""
+    if dropped:
+        letters = "".join(" " if one in dropped else one for one in lower)
+    else:
+        letters = "".join(" " if unicodedata.category(one)[0] in "PZC" else one for one in lower)
     return " ".join(_ARTICLES.sub(" ", letters).split()) or " ".join(lower.split())
