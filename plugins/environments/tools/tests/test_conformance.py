@@ -7,15 +7,15 @@ from whet.config.structure import structure
 from whet.data.records import Task
 from whet.plugins.registry import load_plugins
 from whet_env_tools.calculator import Calculator
-from whet_env_tools.config import CalculatorConfig, ToolsConfig
-from whet_env_tools.environment import Tools
+from whet_env_tools.config import CalculatorConfig, ToolUseConfig
+from whet_env_tools.environment import ToolUse
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
 
 
 class TestPlugin(ComponentContract):
     hooks = "whet_env_tools.hooks"
-    documents = {"tools": {"dataset": "made-up.jsonl"}}
+    documents = {"tool-use": {"dataset": "made-up.jsonl"}}
 
 
 class TestCalculator(EnvironmentContract):
@@ -34,7 +34,7 @@ class TestCalculatorAnsweredAtOnce(TestCalculator):
         return [f"\\boxed{{{task.data['answer']}}}"]
 
 
-class TestTools(EnvironmentContract):
+class TestToolUse(EnvironmentContract):
     splits = ("train", "test")
     states_answers = True
 
@@ -46,10 +46,10 @@ class TestTools(EnvironmentContract):
             records = ({"question": f"What is {n}*{n}?", "answer": str(n * n)} for n in numbers)
             Path(self.dataset[split]).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    def make(self) -> Tools:
+    def make(self) -> ToolUse:
         functions = [f"{Path(__file__).with_name('some_tools.py')}:slowly"]
         document = {"dataset": self.dataset, "functions": functions, "turns": 3}
-        return Tools(structure(document, ToolsConfig, load_plugins()))
+        return ToolUse(structure(document, ToolUseConfig, load_plugins()))
 
     def gold(self, task: Task) -> list[str]:
         call = '<tool_call>{"name": "slowly", "arguments": {"number": 1}}</tool_call>'

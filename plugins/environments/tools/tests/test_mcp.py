@@ -15,7 +15,7 @@ from whet.config.structure import structure
 from whet.errors import ConfigError
 from whet.plugins.registry import load_plugins
 from whet_env_tools import processes
-from whet_env_tools.config import McpConfig, ToolsConfig
+from whet_env_tools.config import McpConfig, ToolUseConfig
 from whet_env_tools.hooks import _problems
 from whet_env_tools.processes import ToolsBroken
 
@@ -214,7 +214,7 @@ def test_secrets_reach_only_the_server_that_names_them(tmp_path, monkeypatch):
 def test_check_says_what_a_server_lacks(monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     servers = {"a": {"command": ["absent-program"]}, "b": {"url": "http://x/", "token_variable": "NOT_SET"}}
-    config = structure({"dataset": "x.jsonl", "mcp": servers}, ToolsConfig, load_plugins())
+    config = structure({"dataset": "x.jsonl", "mcp": servers}, ToolUseConfig, load_plugins())
     assert [str(problem) for problem in _problems("environments[0]", config)] == [
         "environments[0].mcp.a.command: there is no program 'absent-program'",
         "environments[0].mcp.b: names the environment variable NOT_SET, which is not set",

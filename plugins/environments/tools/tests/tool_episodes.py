@@ -1,4 +1,4 @@
-"""Episodes of the environment `tools` for tests."""
+"""Episodes of the environment `tool-use` for tests."""
 
 import asyncio
 import json
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
-from whet_env_tools.config import ToolsConfig
-from whet_env_tools.environment import Tools
+from whet_env_tools.config import ToolUseConfig
+from whet_env_tools.environment import ToolUse
 from whet_testing.fakes import FakeModel
 
 FILE = Path(__file__).with_name("some_tools.py")
@@ -19,7 +19,7 @@ def made(folder, *functions, records=RECORDS, **settings):
     path = folder / "tasks.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     named = {"functions": [f"{FILE}:{name}" for name in functions]} if functions else {}
-    return Tools(structure({"dataset": str(path), **named, **settings}, ToolsConfig, load_plugins()))
+    return ToolUse(structure({"dataset": str(path), **named, **settings}, ToolUseConfig, load_plugins()))
 
 
 def call(name, **arguments):

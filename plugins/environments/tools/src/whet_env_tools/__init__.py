@@ -1,1 +1,1 @@
-"""Environments with tools: a calculator for a first run, and `tools`, with functions, search, Python and MCP."""
+"""Environments with tools: a calculator for a first run, and `tool-use`, with functions, search, Python and MCP."""

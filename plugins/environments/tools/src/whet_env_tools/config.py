@@ -1,4 +1,4 @@
-"""The configs of the environments `calculator` and `tools`, and their facts for planning."""
+"""The configs of the environments `calculator` and `tool-use`, and their facts for planning."""
 
 from typing import Any, Literal
 
@@ -130,7 +130,7 @@ class McpConfig:
 
 
 @frozen
-class ToolsConfig:
+class ToolUseConfig:
     """Questions from a data set, and tools that the model calls before it answers."""
 
     dataset: str | dict[str, str] = field(validator=validators.min_len(1), metadata={"path": True})
@@ -184,7 +184,7 @@ class ToolsConfig:
     """Largest share of records that may be left out because they lack a question or an answer."""
 
 
-def facts(config: CalculatorConfig | ToolsConfig, model: ModelInfo) -> EnvironmentFacts:
+def facts(config: CalculatorConfig | ToolUseConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the facts for planning: final answers for majority votes, and the splits as far as the config has them."""
     if isinstance(config, CalculatorConfig):
         return EnvironmentFacts(states_answers=True, splits=("train", "test"))

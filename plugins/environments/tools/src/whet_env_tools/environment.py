@@ -1,4 +1,4 @@
-r"""The environment `tools`: questions from a data set, and tools that the model calls before it answers.
+r"""The environment `tool-use`: questions from a data set, and tools that the model calls before it answers.
 
     system     ... <tools> {"type": "function", "function": {"name": "search", ...}} </tools> ...
     user       Which river flows through the city of the oldest whetstone quarry?
@@ -22,16 +22,16 @@ from whet_data.quoting import filled, shown
 from whet_data.readers import Row
 from whet_data.tasks import load_tasks, split_file
 from whet_env_tools.answers import canonical, final_answer, is_right
-from whet_env_tools.config import ToolsConfig
+from whet_env_tools.config import ToolUseConfig
 from whet_env_tools.processes import Outcome
 from whet_env_tools.text_calls import ToolCall, described, read_calls, shown_results
 from whet_env_tools.toolbox import Playing, Toolbox
 
 
-class Tools:
-    """The environment `tools`: rewards `correct`, `calls`, `wrong_calls` and `failed_calls`."""
+class ToolUse:
+    """The environment `tool-use`: rewards `correct`, `calls`, `wrong_calls` and `failed_calls`."""
 
-    def __init__(self, config: ToolsConfig) -> None:
+    def __init__(self, config: ToolUseConfig) -> None:
         self._config = config
         self._toolbox = Toolbox(config)
         explained = filled(

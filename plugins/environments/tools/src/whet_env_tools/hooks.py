@@ -1,4 +1,4 @@
-"""The hooks of this plugin: the environments `calculator` and `tools`."""
+"""The hooks of this plugin: the environments `calculator` and `tool-use`."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet_env_tools.config import CalculatorConfig, McpConfig, ToolsConfig
+from whet_env_tools.config import CalculatorConfig, McpConfig, ToolUseConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer the environments `calculator` and `tools`."""
+    """Offer the environments `calculator` and `tool-use`."""
     facts = "whet_env_tools.config:facts"
     return [
         Component("calculator", CalculatorConfig, "whet_env_tools.calculator:Calculator", facts),
-        Component("tools", ToolsConfig, "whet_env_tools.environment:Tools", facts),
+        Component("tool-use", ToolUseConfig, "whet_env_tools.environment:ToolUse", facts),
     ]
 
 
@@ -35,11 +35,11 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
             found = section.component.config
             if isinstance(found, CalculatorConfig) and found.largest < found.smallest:
                 yield Problem(f"{path}[{i}].largest", f"is {found.largest}, wanted at least smallest, {found.smallest}")
-            if isinstance(found, ToolsConfig):
+            if isinstance(found, ToolUseConfig):
                 yield from _problems(f"{path}[{i}]", found)
 
 
-def _problems(path: str, config: ToolsConfig) -> Iterable[Problem]:
+def _problems(path: str, config: ToolUseConfig) -> Iterable[Problem]:
     if not (config.functions or config.search or config.python or config.mcp):
         yield Problem(path, "has no tool; name some under functions, search, python or mcp")
     if config.python is not None:

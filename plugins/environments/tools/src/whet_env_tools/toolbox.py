@@ -11,7 +11,7 @@ from attrs import define, evolve, field, frozen
 from whet.data.records import Task
 from whet.errors import ConfigError
 from whet.interfaces.environment import EpisodeInfo
-from whet_env_tools.config import McpConfig, PythonConfig, SearchConfig, ToolsConfig
+from whet_env_tools.config import McpConfig, PythonConfig, SearchConfig, ToolUseConfig
 from whet_env_tools.processes import Hosts, Order, Outcome, ToolThread
 from whet_env_tools.search import Index, as_answer, index_of
 from whet_sandbox.gate import Gate
@@ -73,7 +73,7 @@ class Tool:
 class Toolbox:
     """The tools of a config. Its processes and servers are started when it is made, to learn their tools."""
 
-    def __init__(self, config: ToolsConfig) -> None:
+    def __init__(self, config: ToolUseConfig) -> None:
         """Start what has tools. Raises `ToolsBroken`, `ConfigError` and `DataError` that name it."""
         self._thread = ToolThread() if config.functions or config.mcp else None
         self._sources = list[Source]()
@@ -105,7 +105,7 @@ class Toolbox:
         if self._thread is not None:
             self._thread.close()
 
-    def _opened(self, config: ToolsConfig) -> list[Tool]:
+    def _opened(self, config: ToolUseConfig) -> list[Tool]:
         found = list[Tool]()
         if config.functions:
             assert self._thread is not None
@@ -135,7 +135,7 @@ class Toolbox:
 class _Functions:
     """Users' functions. Async ones share a process; others run one at a time in each of several."""
 
-    def __init__(self, config: ToolsConfig, thread: ToolThread) -> None:
+    def __init__(self, config: ToolUseConfig, thread: ToolThread) -> None:
         order = Order(
             "functions", {"functions": list(config.functions)}, _FUNCTIONS_START, config.call_seconds,
             config.memory_mib << 20,
