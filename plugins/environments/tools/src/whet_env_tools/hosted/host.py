@@ -109,7 +109,7 @@ async def _serve(connection: socket.socket) -> None:
         os._exit(0)  # the driver is gone: whatever still runs is not waited for
 
 
-async def _opened(order: dict[str, Any], stack: AsyncExitStack) -> ToolUse:
+async def _opened(order: dict[str, Any], stack: AsyncExitStack) -> Tools:
     if "functions" in order:
         opened = importlib.import_module("whet_env_tools.hosted.functions").Functions(order["functions"])
     else:
