@@ -1,4 +1,4 @@
-"""Episodes of the environment `tool-use`: calls, results, limits and answers. Hostile tools have a file of their own."""
+"""Episodes of the environment `tool-use`: calls, results, limits and answers. Hostile tools are tested elsewhere."""
 
 import asyncio
 import json
