@@ -66,7 +66,7 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", "-n", "2", "--durations=10", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=ONE_THREAD)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])

@@ -62,6 +62,7 @@ WHERE = {
     "advantages": "`algorithm.advantages:`, of algorithms that compare answers. A pure function of rewards and groups.",
     "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",
     "sandboxes": "`sandbox:` of environments that run programs. It makes the places where programs run.",
+    "rewards": "`rewards:` of environments that combine them. A function of a finished response.",
     "hooks": "`hooks:`. Its methods are called as the hooks of a plugin, in this run alone.",
 }
 """Under which key a component of a kind stands, and what it is for."""

@@ -29,7 +29,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         pair = {"prompt": question, "chosen": answer, "rejected": "no"}
         labelled = {"completion": answer if n % 2 else "no", "label": bool(n % 2)}
-        lines.append(json.dumps({"messages": messages, "question": question, "answer": answer, **pair, **labelled}))
+        asked = {"question": question, "answer": answer, "solution": answer}
+        lines.append(json.dumps({"messages": messages, **asked, **pair, **labelled}))
     file.write_text("\n".join(lines))
     return file
 
@@ -55,9 +56,11 @@ def needed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 
 @pytest.fixture
 def tiny_model(recipe: Path, request: pytest.FixtureRequest) -> Path:
-    """Give a tiny model of the kind that a recipe is for: a mixture of experts where it has options for one."""
+    """Give a tiny model of the kind that a recipe is for: a mixture of experts, or with a long context for a judge."""
     if "experts" in whole(recipe).get("backend", {}):
         return request.getfixturevalue("tiny_models")("qwen3_moe")  # type: ignore[no-any-return] # of any fixture
+    if "judge" in whole(recipe).get("roles", {}):  # it reads a rubric beside the response
+        return request.getfixturevalue("tiny_models")("qwen3", max_positions=1024)  # type: ignore[no-any-return]
     return request.getfixturevalue("tiny_model_folder")  # type: ignore[no-any-return] # of any fixture
 
 
@@ -79,7 +82,9 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
     evaluated = document.get("evaluation", {}).get("environments", ())
     for path, entries in (("environments", document.get("environments", ())), ("evaluation.environments", evaluated)):
-        given += [f"{path}.{i}.dataset={records}" for i, entry in enumerate(entries) if "dataset" in entry]
+        for i, entry in enumerate(entries):
+            given += [f"{path}.{i}.dataset={records}"] * ("dataset" in entry)
+            given += [f"{path}.{i}.environment.dataset={records}"] * ("dataset" in entry.get("environment", ""))
     return given
 
 

@@ -18,7 +18,7 @@ CORE_VERSION = "0.1.0"
 
 Kind = Literal[
     "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters", "hooks",
-    "sandboxes",
+    "sandboxes", "rewards",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -287,6 +287,7 @@ FACTS: Mapping[Kind, type[Facts]] = {
     "filters": FilterFacts,
     "hooks": Facts,
     "sandboxes": Facts,
+    "rewards": Facts,
 }
 """The class of facts of each kind."""
 

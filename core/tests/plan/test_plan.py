@@ -15,6 +15,7 @@ from whet.component import (
     Component,
     EnvironmentFacts,
     Facts,
+    FilterFacts,
     GeneratorFacts,
     LossFacts,
     Problem,
@@ -408,6 +409,17 @@ def test_splits_that_the_facts_do_not_name_are_refused():
     assert not found("train", "test", "dev")
     assert found("train", "dev") == ["evaluation.environments.0.split: there is no split 'test'; there are train, dev"]
     assert [problem.partition(":")[0] for problem in found("test")] == ["environments.0.split", f"{paths[2]}.split"]
+
+
+def test_samples_of_an_environment_that_cannot_differ_are_refused():
+    entry = EnvironmentSection(component=chosen("environments", "sums"), temperature=0.0, group_size=1)
+    config = make_config(environments=[entry], evaluation=EvaluationSection([attrs.evolve(entry, group_size=2)]))
+    found = problems(config, {**FACTS, "algorithm.filters.0": FilterFacts(least_group_size=2)})
+    assert found == [
+        "environments.0.temperature: is 0, so all samples would be equal; wanted more than 0",
+        "environments.0.group_size: is 1, and a filter compares at least 2",
+        "evaluation.environments.0.group_size: is of training; state `samples`",
+    ]
 
 
 def test_transports_that_do_not_meet_are_refused_with_both_sides_named():

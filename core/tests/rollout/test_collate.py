@@ -50,7 +50,7 @@ def groups() -> list[Group]:
 
 
 def test_columns_stand_where_they_belong(groups: list[Group]) -> None:
-    batch = collate(groups, 0.7, ["games", "sums"])
+    batch = collate(groups, {"games": 0.7, "sums": 0.7})
     assert batch["lengths"].tolist() == [5, 3, 6, 5, 3]
     assert batch["prompt_lengths"].tolist() == [2, 2, 4, 1, 1]
     assert batch["group"].tolist() == [8, 8, 8, 9, 9]
@@ -151,13 +151,13 @@ def test_records_are_json_and_keep_the_text(groups: list[Group]) -> None:
 
 
 def test_a_greedy_episode_gives_its_reward_and_nothing_else(groups: list[Group]) -> None:
-    plain, columns = rollout_metrics(groups), collate(groups, 1.0, ["games", "sums"])
+    plain, columns = rollout_metrics(groups), collate(groups, {"games": 1.0, "sums": 1.0})
     likeliest = [
         episode("sums", 2, {"correct": 1.0}, trajectory(2, 9)),
         episode("games", 2, {"won": 3.0}, trajectory(1, 1)),
     ]
     beside = [evolve(group, greedy=one) for group, one in zip(groups, likeliest, strict=True)]
-    batch, metrics = collate(beside, 1.0, ["games", "sums"]), rollout_metrics(beside)
+    batch, metrics = collate(beside, {"games": 1.0, "sums": 1.0}), rollout_metrics(beside)
     assert batch["greedy_reward"].tolist() == [1, 1, 1, 3, 3]
     assert set(batch.columns) - set(columns.columns) == {"greedy_reward"}
     assert batch["tokens"].tolist() == columns["tokens"].tolist()
@@ -185,7 +185,7 @@ def test_an_answer_that_nobody_can_decide_about_is_wrong_by_every_reward_of_its_
         mean(1, 2),
         mean(6, 2),
     )
-    batch = collate(found, 0.7, ["games", "sums"])
+    batch = collate(found, {"games": 0.7, "sums": 0.7})
     np.testing.assert_array_equal(batch["reward:correct"], np.array([1, 0, 0, np.nan, np.nan], np.float32))
     alone = rollout_metrics([evolve(sums, episodes=(undecided,))], {"sums": Passing("correct")})
     assert alone["pass_rate"] == mean(0, 1)
@@ -198,7 +198,7 @@ def test_columns_of_the_generator_come_along_and_are_filled_where_a_sequence_lac
         evolve(trajectory(2, 3), columns={"routed_experts": routed}),
         evolve(trajectory(2, 1), columns={"shares": shares}),
     ]
-    batch = collate([Group(0, "sums", 0, (episode("sums", 0, {"won": 1.0}, *played),))], 1.0, ["sums"])
+    batch = collate([Group(0, "sums", 0, (episode("sums", 0, {"won": 1.0}, *played),))], {"sums": 1.0})
     assert batch["routed_experts"].tolist() == [*routed.tolist(), *[[-1, -1]] * 3]
     assert batch["routed_experts"].dtype == np.int16
     np.testing.assert_array_equal(batch["shares"], np.array([np.nan] * 5 + shares.tolist(), np.float32))

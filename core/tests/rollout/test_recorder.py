@@ -41,7 +41,7 @@ def pieces(tokens):
 
 def played(groups, section=None, columns=None, step=1, score=None):
     """What is recorded of a step in which the algorithm adds columns."""
-    batch = collate(groups, 1.0, ["sums"])
+    batch = collate(groups, {"sums": 1.0})
     asked = []
 
     def trainer(part):
@@ -121,7 +121,7 @@ def test_numbers_that_are_not_finite_become_null(groups):
 
 
 def test_a_batch_that_the_algorithm_cut_gives_no_columns(groups):
-    batch = collate(groups, 1.0, ["sums"])
+    batch = collate(groups, {"sums": 1.0})
     recorder = Recorder(RecordSection(), None, pieces)
     recorder.taken(1, batch)
     cut = batch.take([0, 1]).with_columns(advantages=np.ones(2, np.float32))
@@ -147,7 +147,7 @@ def test_every_episode_has_its_advantage_over_all_of_its_sequences(groups, step)
 
 
 def test_what_the_algorithm_says_of_other_sequences_is_no_advantage_of_these(groups):
-    batch = collate(groups, 1.0, ["sums"])
+    batch = collate(groups, {"sums": 1.0})
     recorder = Recorder(RecordSection(every=0), None, pieces)
     assert not any("advantage" in row for row in recorder.rows(groups, batch)())
     some = batch.take([0, 1, 2]).with_columns(advantages=np.ones(3, np.float32))

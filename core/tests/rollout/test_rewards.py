@@ -44,7 +44,7 @@ def group_of(environment: Any, samples: int = 2, index: int = 7, **player: Any) 
 
 
 def batch_of(*groups: Group) -> Batch:
-    return collate(groups, 1.0, ["game"])
+    return collate(groups, {"game": 1.0})
 
 
 async def _game(task: Task, model: Model) -> Mapping[str, float]:

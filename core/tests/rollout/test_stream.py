@@ -597,3 +597,33 @@ def test_the_progress_counts_the_likeliest_answers_among_all() -> None:
         made.take(2)
         wait_until(lambda: made.loop.call(made._progress)[0] == 2 * (GROUP_SIZE + 1), "the next take is played")
         assert made.loop.call(made._progress) == (2 * (GROUP_SIZE + 1),) * 2
+
+
+def test_each_environment_has_its_own_group_size_and_sampling():
+    def hotter(usual):
+        return evolve(usual, temperature=2.0, max_tokens=3, stop=(*usual.stop, "!"))
+
+    routes = [
+        Route("letters", environment(), "train"),
+        Route("others", environment(), "train", weight=0.5, group_size=5, sampling=hotter),
+    ]
+    generator = Jittery()
+    with stream(generator, routes, stop=["?"]) as made:
+        batch = made.take(6)
+    names = np.array(batch.info["environments"])[batch["env"]]
+    episodes = {name: np.unique(batch["group"][names == name], return_counts=True)[1].tolist() for name in set(names)}
+    assert episodes == {"letters": [3] * 4, "others": [5] * 2}
+    assert set(batch["temperature"][names == "others"].tolist()) == {2.0}
+    assert set(batch["temperature"][names == "letters"].tolist()) == {1.0}
+    sampled = {(one.sampling.temperature, one.sampling.max_tokens, one.sampling.stop) for one in generator.requests}
+    assert sampled == {(1.0, 8, ("?",)), (2.0, 3, ("?", "!"))}
+    assert batch["loss_mask"].sum() == sum(len(request) for request in batch_responses(batch))
+
+
+def batch_responses(batch: Batch) -> list[Any]:
+    """Return the tokens that the model produced, by sequence."""
+    ends = np.cumsum(batch["lengths"])
+    return [
+        batch["tokens"][end - n : end][p:]
+        for end, n, p in zip(ends, batch["lengths"], batch["prompt_lengths"], strict=True)
+    ]

@@ -127,6 +127,14 @@ class EnvironmentSection:
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
     weight: float = field(default=1.0, validator=between(0, FACTOR))
     """Share of the groups that come from this environment, relative to the others."""
+    group_size: int = field(default=0, validator=between(0, GROUP))
+    """For training: number of samples of one task; 0: as the algorithm has it."""
+    max_tokens: int = field(default=0, validator=between(0, TOKENS))
+    """Longest completion of one turn here, in tokens; 0: as in `rollout` or `evaluation`."""
+    temperature: float | None = field(default=None, validator=optional(between(0, 100)))
+    """Temperature here; null: as in `rollout` or `evaluation`. Training needs more than 0."""
+    stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
+    """Stop strings here, beside those of `rollout`."""
     samples: int = field(default=1, validator=between(1, GROUP))
     """Number of episodes for each task in evaluation."""
     limit: int = field(default=0, validator=between(0, RECORDS))

@@ -62,7 +62,7 @@ def evaluate(
 
     def player(route: Route) -> Player:
         purpose = f"evaluate {route.name}"
-        turn = with_stop_tokens(sampling, chat)
+        turn = with_stop_tokens(route.sampling(sampling), chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
             answers=True, endpoints=opened_by, training=False,

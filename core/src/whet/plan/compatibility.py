@@ -43,7 +43,7 @@ def config_problems(
     if config.endpoint.serve and config.generator is None:
         yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in ("environments", config.environments), ("evaluation.environments", evaluation.environments):
-        yield from _entries(where, entries, roles.of(EnvironmentFacts))
+        yield from _entries(where, entries, roles)
     yield from _epochs(config.run, config.data, name, roles.algorithm, feeds_on)
     yield from _needs(name, config.roles, roles)
     yield from _losses(roles, feeds_on)
@@ -93,17 +93,22 @@ def _inputs(
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
 
 
-def _entries(
-    where: str, entries: Sequence[EnvironmentSection], facts: Mapping[str, EnvironmentFacts]
-) -> Iterator[Problem]:
-    """Find environments of one name, and splits that an environment's facts do not name."""
-    names = [entry.name or entry.component.name for entry in entries]
+def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) -> Iterator[Problem]:
+    """Find environments of one name, splits that an environment's facts do not name, and samples that do not differ."""
+    names, facts = [entry.name or entry.component.name for entry in entries], roles.of(EnvironmentFacts)
+    least = max((found.least_group_size for found in roles.of(FilterFacts).values()), default=1)
     for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
         if name in names[:i]:
             yield Problem(f"{where}.{i}.name", f"there are two environments named {name!r}; give one another name")
         split, known = entry.split or DEFAULT_SPLIT[where], facts.get(f"{where}.{i}", EnvironmentFacts()).splits
         if known is not None and split not in known:
             yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
+        if where == "environments" and entry.temperature == 0:
+            yield Problem(f"{where}.{i}.temperature", "is 0, so all samples would be equal; wanted more than 0")
+        if where != "environments" and entry.group_size:
+            yield Problem(f"{where}.{i}.group_size", "is of training; state `samples`")
+        elif 0 < entry.group_size < least:
+            yield Problem(f"{where}.{i}.group_size", f"is {entry.group_size}, and a filter compares at least {least}")
 
 
 def _epochs(

@@ -73,6 +73,11 @@ def whet_sandboxes() -> "Iterable[Component]":  # type: ignore[empty-body]
     """Offer sandboxes. A sandbox is a place where programs run that a model wrote."""
 
 
+@hookspec
+def whet_rewards() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer rewards. A reward is a function of a finished response, for environments that take a list of them."""
+
+
 @hookspec(firstresult=True)
 def whet_worker_group(role: str, group: "WorkerGroup") -> "WorkerGroup":  # type: ignore[empty-body]
     """Return what starts the workers of a role. Core's own implementation returns `group`; every other one wraps it.

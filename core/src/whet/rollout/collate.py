@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from whet.rollout.scoring import Passing
 
 
-def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:
-    """Return one batch of all sequences of the groups, in order.
+def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch:
+    """Return one batch of all sequences of the groups, in order. `temperatures` has every environment of the run.
 
     Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where the model did not produce
     the token). If a sequence has several turns of the model: turn int32 (number of the turn in its sequence, -1 outside
@@ -38,7 +38,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
     forks = np.array([len(episode.trajectories) for episode in episodes], np.int64)
     sizes = np.array([len(group.episodes) for group in groups], np.int64)
-    names = {name: index for index, name in enumerate(environments)}
+    names = {name: index for index, name in enumerate(temperatures)}
 
     def spread(values: Sequence[Any] | NDArray[Any], dtype: type) -> NDArray[Any]:
         """Return a column [sequences] with each episode's value for all of its sequences."""
@@ -67,7 +67,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
             "episode": spread(np.arange(len(episodes)), np.int64),
             "unit": np.arange(len(trajectories), dtype=np.int64),
             "env": spread([names[episode.environment] for episode in episodes], np.int64),
-            "temperature": np.full(len(trajectories), temperature, np.float32),
+            "temperature": spread([temperatures[episode.environment] for episode in episodes], np.float32),
             "agent": np.array([agents.index(t.agent) for t in trajectories], np.int64),
             "member": _members(owners),
             "reward": np.array(
@@ -77,7 +77,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
             **({"greedy_reward": np.array(greedy, np.float32)} if greedy else {}),
             **{f"reward:{name}": np.array(values, np.float32) for name, values in rewards.items()},
         },
-        info={"environments": tuple(environments), "agents": agents},
+        info={"environments": tuple(temperatures), "agents": agents},
     )
 
 

@@ -5,12 +5,12 @@ choose(weights, taken)  the environment that is furthest behind its share
 shuffled(seed, 5, len)  the task at position 5; every pass over the tasks is another permutation
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import field, frozen
 
 from whet.data.randomness import derive_seed
-from whet.data.records import Task
+from whet.data.records import Sampling, Task
 from whet.errors import DataError
 from whet.interfaces.environment import Environment
 from whet.rollout.scoring import Scoring
@@ -26,6 +26,10 @@ class Route:
     split: str
     weight: float = 1.0
     """For training: its share of all groups of the run, relative to the others."""
+    group_size: int = 0
+    """For training: number of samples of one task; 0: as the algorithm has it."""
+    sampling: Callable[[Sampling], Sampling] = lambda usual: usual
+    """Returns the sampling of this environment, from that of all environments."""
     samples: int = 1
     """For evaluation: number of episodes for each task."""
     limit: int = 0

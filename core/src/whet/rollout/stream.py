@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, largest, mean, merge, total
 from whet.data.records import Group, Sampling
@@ -86,16 +88,17 @@ class RolloutStream:
             raise WhetError(f"of {len(self._weights)} environments none has a weight above 0; raise one's `weight`")
         self._tasks = [route.tasks() for route in routes]
         self._passing = {route.name: route.scoring.passing for route in routes if route.weight > 0}
-        self._group_size, self._greedy, self._seed, self._journal = group_size, greedy, seed, journal
+        self._greedy, self._seed, self._journal = greedy, seed, journal
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
         """All requests pass it on their way to the generator; see `paused`."""
-        self._player = Player(
+        usual = Sampling(section.max_tokens, section.temperature, stop=tuple(section.stop))
+        self._sampling = {route.name: route.sampling(usual) for route in routes}
+        self._sizes = [route.group_size or group_size for route in routes]
+        player = Player(
             generator=generator,
             chat=chat,
-            sampling=with_stop_tokens(
-                Sampling(section.max_tokens, section.temperature, stop=tuple(section.stop)), chat
-            ),
+            sampling=usual,
             max_context=section.max_context,
             seed=seed,
             purpose="sample",
@@ -105,6 +108,7 @@ class RolloutStream:
             gate=self.gate,
             endpoints=endpoints or InstalledEndpoints(),
         )
+        self._players = [evolve(player, sampling=with_stop_tokens(self._sampling[r.name], chat)) for r in routes]
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on, state is read and written on the loop's thread only.
         self._curricula = Curricula(self._routes, self._fail)
@@ -136,7 +140,7 @@ class RolloutStream:
             self._status("")
         self._consumed = self._consumed + consumed
         self._metrics = merge([self._metrics, rollout_metrics(consumed.trained, self._passing), counted])
-        return collate(consumed.trained, self._section.temperature, [route.name for route in self._routes])
+        return collate(consumed.trained, {name: one.temperature for name, one in self._sampling.items()})
 
     def collect(self) -> Consumed:
         """Return the groups consumed by the takes since the last call, and reset."""
@@ -263,7 +267,8 @@ class RolloutStream:
             route, task = self._routes[slot.route], self._tasks[slot.route][slot.task]
             task = self._curricula.adapted(slot, task)
             assignment = Assignment(route, task, slot.task, slot.index, slot.step, slot.difficulty, tally=slot.tally)
-            self._settle(slot, await self._player.group(assignment, self._group_size, self._greedy))
+            player, size = self._players[slot.route], self._sizes[slot.route]
+            self._settle(slot, await player.group(assignment, size, self._greedy))
         except (WorkerError, BrokenEnvironment) as error:
             self._fail(error)
         except Exception as error:
@@ -375,7 +380,8 @@ class RolloutStream:
         done = [slot.tally["done"] for slot in self._slots if slot.counts]
         if self._section.order == "as_completed":
             done.sort(reverse=True)
-        return sum(done[: self._size]), self._size * (self._group_size + self._greedy)
+        sizes = [self._sizes[slot.route] + self._greedy for slot in self._slots if slot.counts]
+        return sum(done[: self._size]), sum(sizes[: self._size])
 
     async def _cancel(self) -> None:
         running = list(self._running.values())

@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from whet.component import EnvironmentFacts
 from whet.config.build import build_selection
+from whet.data.records import Sampling
 from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
@@ -106,7 +107,8 @@ def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:
     name = entry.name or entry.component.name
     try:
         environment = build_selection(entry.component, *roles)
-        route = Route(name, environment, split, entry.weight, samples=entry.samples, limit=entry.limit)
+        sampling = partial(_sampling, entry)
+        route = Route(name, environment, split, entry.weight, entry.group_size, sampling, entry.samples, entry.limit)
         try:
             route.tasks()
         except BaseException:
@@ -117,3 +119,9 @@ def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:
     except Exception as error:  # an environment's own code
         raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error
     return route
+
+
+def _sampling(entry: "EnvironmentSection", usual: Sampling) -> Sampling:
+    temperature = usual.temperature if entry.temperature is None else entry.temperature
+    stop = (*usual.stop, *entry.stop)
+    return evolve(usual, max_tokens=entry.max_tokens or usual.max_tokens, temperature=temperature, stop=stop)

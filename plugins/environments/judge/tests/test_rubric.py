@@ -285,3 +285,24 @@ def test_conversations_that_begin_differently_are_compared_whole(judged):
     talks = [(("user", text), ("assistant", text)) for text in ("a", "b")]
     asyncio.run(environment.group_rewards(TASK, [Episode("it", 0, 0, (), {}, 0.0, 1, talk) for talk in talks]))
     assert any("# Response A\nuser:\n> a\nassistant:\n> a\n" in asked.text for asked in judge.asked)
+
+
+def test_the_judge_is_asked_only_where_the_environment_says_no():
+    judge = ScriptedResponder("Score: 10")
+    config = RubricJudgeConfig(rubric="It is right.", environment=selected("arithmetic"), unless="correct")
+    environment = RubricJudge(config, {"judge": judge})
+    task = environment.tasks("train")[0]
+    answers = (f"\\boxed{{{task.data['answer']}}}", f"It is {task.data['answer']}.")
+    rewards = [asyncio.run(environment.run(task, FakeModel(answer))) for answer in answers]
+    assert rewards == [{"correct": 1.0, "judge": 1.0}, {"correct": 0.0, "judge": 1.0}]
+    assert len(judge.asked) == 1
+    lost = RubricJudge(evolve(config, unless="solved"), {"judge": judge})
+    with pytest.raises(EpisodeError, match="`unless` names the reward 'solved'; the environment has correct"):
+        asyncio.run(lost.run(task, FakeModel("?")))
+
+
+@pytest.mark.parametrize("wrong", [{"dataset": "made-up.jsonl"}, {"environment": "arithmetic", "compare": "rank"}])
+def test_unless_needs_an_environment_and_scores(wrong):
+    changes = {**wrong, **({"environment": selected(wrong["environment"])} if "environment" in wrong else {})}
+    with pytest.raises(ValueError, match="which needs an `environment` with this reward, and compare: none"):
+        RubricJudgeConfig(rubric="It is right.", unless="correct", **changes)

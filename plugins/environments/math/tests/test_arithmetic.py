@@ -5,7 +5,8 @@ import pytest
 from whet.errors import DataError
 from whet.interfaces.environment import Adaptive
 from whet.interfaces.state import Stateful
-from whet_env_math.arithmetic import Arithmetic, Problems, correct, demonstrations, held_out
+from whet_data.generated import held_out
+from whet_env_math.arithmetic import Arithmetic, correct, demonstrations, problems
 from whet_env_math.config import ArithmeticConfig
 
 
@@ -17,7 +18,7 @@ def totals(expression: str) -> list[int]:
 
 def test_problems_stay_in_the_bounds_of_the_config():
     config = ArithmeticConfig(terms=4, largest_operand=5, largest_total=7)
-    for task in Problems(config, "train", 300)[:]:
+    for task in problems(config, "train", 300)[:]:
         running = totals(task.id)
         assert len(running) == 4
         assert min(running) >= 0
@@ -52,7 +53,7 @@ def test_another_seed_gives_other_tasks():
 
 def test_bounds_that_leave_a_split_empty_are_refused():
     with pytest.raises(DataError, match="terms 2, largest_operand 1 and largest_total 1"):
-        [Problems(ArithmeticConfig(2, 1, 1), split, 9)[0] for split in ("train", "test")]
+        [problems(ArithmeticConfig(2, 1, 1), split, 9)[0] for split in ("train", "test")]
 
 
 def test_only_the_last_box_counts():

@@ -9,8 +9,7 @@ Hidden tests call the function with a few numbers, in a sandbox. One task in ten
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 from attrs import frozen
 
@@ -19,6 +18,7 @@ from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
+from whet_data.generated import GeneratedTasks, held_out
 from whet_env_code.config import TinyFunctionsConfig
 from whet_env_code.grading import Grader
 from whet_env_code.responses import program_in
@@ -59,31 +59,18 @@ class Function:
     @property
     def held_out(self) -> bool:
         """Return whether the function is held out for the split `test`. One in ten is."""
-        return blake2b(self.question.encode(), digest_size=2).digest()[0] % 10 == 0
+        return held_out(self.question)
 
 
 def _every() -> list[Function]:
     return [Function(factor, shift, offset) for factor in FACTORS for shift in SHIFTS for offset in OFFSETS]
 
 
-class Functions(Sequence[Task]):
-    """Tasks of functions, drawn by position."""
-
-    def __init__(self, functions: Sequence[Function], count: int, seed: int) -> None:
-        self._functions, self._count, self._seed = functions, count, seed
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        draw = random.Random(derive_seed(self._seed, "tiny-functions", range(len(self))[index]))
-        return _task(draw.choice(self._functions))
+def drawn(functions: Sequence[Function], count: int, seed: int) -> Sequence[Task]:
+    """Return tasks of functions, drawn by position."""
+    return GeneratedTasks(
+        count, lambda i: _task(random.Random(derive_seed(seed, "tiny-functions", i)).choice(functions))
+    )
 
 
 class TinyFunctions:
@@ -95,7 +82,7 @@ class TinyFunctions:
         train, test = ([one for one in _every() if one.held_out == held] for held in (False, True))
         shuffled = random.Random(derive_seed(config.seed, "tiny-functions-test")).sample(test, len(test))
         self._splits: dict[str, Sequence[Task]] = {
-            "train": Functions(train, config.train_tasks, config.seed),
+            "train": drawn(train, config.train_tasks, config.seed),
             "test": tuple(map(_task, shuffled[: config.test_tasks])),
         }
 

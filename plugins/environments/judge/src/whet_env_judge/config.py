@@ -4,18 +4,11 @@ from typing import Any, Literal
 
 from attrs import evolve, field, frozen, validators
 
-from whet.component import EnvironmentFacts, RoleNeed, Selection
-from whet.config.bounds import FACTOR, GROUP, RECORDS, TOKENS, above, between
-from whet.config.sections import optional_selection
+from whet.component import EnvironmentFacts, RoleNeed
+from whet.config.bounds import FACTOR, GROUP, TOKENS, above, between
 from whet.data.model_info import ModelInfo
-from whet.plan.plan import facts_of
 from whet_data.quoting import template_with
-
-
-def _one_source(instance: "JudgedConfig", attribute: Any, value: object) -> None:
-    if bool(value) == (instance.environment is not None):
-        found = "both" if value else "neither"
-        raise ValueError(f"{found} of dataset and environment given; wanted one: prompts, or what is to be judged")
+from whet_data.source import SourceConfig, facts_within
 
 
 def _bounds(instance: object, attribute: Any, value: tuple[float, float] | None) -> None:
@@ -28,33 +21,13 @@ _CLIP: Any = validators.optional(validators.deep_iterable(_WEIGHT))
 
 
 @frozen
-class JudgedConfig:
+class JudgedConfig(SourceConfig):
     """What is judged: the prompts of a data set, or the episodes of another environment."""
 
     role: str = field(default="judge", validator=validators.min_len(1))
     """The role of the judge model. The judge's reward has the same name."""
-    environment: Selection | None = optional_selection("environments")
-    """An environment whose episodes are judged, e.g. `{use: arithmetic}`. Its own rewards are recorded, too."""
-    dataset: str | dict[str, str] = field(default="", validator=_one_source, metadata={"path": True})
-    """Instead of an environment: a file of prompts, a folder with one file for each split, or a name on the Hugging
-    Face hub; or one file for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file is used for every
-    split."""
-    subset: str = ""
-    """The subset of a hub data set that has several subsets."""
-    question: str = "prompt"
-    """The field with the prompt: a string, or a list of messages."""
-    gold: str = ""
-    """The field with a reference answer, for records, and for a judge whose template shows it. Empty: none."""
-    system: str = ""
-    """A system message before the prompt. Empty: none."""
-    max_records: int = field(default=0, validator=between(0, RECORDS))
-    """Use only the first records of a split, at most this many. 0: all."""
-    max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
-    """Largest share of records that may be left out because they have no prompt."""
     judge_weight: float = field(default=1.0, validator=_WEIGHT)
     """Weight of the judge's reward in the training reward."""
-    environment_weight: float = field(default=0.0, validator=_WEIGHT)
-    """Factor on the weights of the environment's own rewards. 0: these rewards are recorded, but not trained on."""
 
 
 @frozen
@@ -140,6 +113,11 @@ def _rubric(instance: object, attribute: Any, value: str | list[Criterion]) -> N
         raise ValueError("has the criterion 'unreadable', wanted another name: comparisons have a reward of this name")
 
 
+def _scores(instance: "RubricJudgeConfig", attribute: Any, value: str) -> None:
+    if value and (instance.compare == "rank" or instance.environment is None):
+        raise ValueError(f"is {value!r}, which needs an `environment` with this reward, and compare: none")
+
+
 def _above_lowest(instance: "RubricJudgeConfig", attribute: Any, value: float) -> None:
     if value <= instance.lowest:
         raise ValueError(f"is {value:g}, wanted more than lowest, which is {instance.lowest:g}")
@@ -187,6 +165,9 @@ class RubricJudgeConfig(JudgedConfig):
     """What a response of the judge without a score between `lowest` and `highest` counts as. `undecided`: it is left
     out; if no vote can be read, the reward is 0 and the episode counts in the metric `grader/undecided`. `lowest`: it
     is the lowest score."""
+    unless: str = field(default="", validator=_scores)
+    """A reward of the wrapped environment, e.g. `correct`. Where it is 1 or more, the judge is not asked, and its
+    rewards are 1. So a program decides first, and the judge reads what it refused. Empty: the judge is always asked."""
     compare: Literal["none", "rank"] = "none"
     """`rank`: the judge gives no scores. It compares pairs of a group's responses, each pair in both orders. The reward
     is the share of comparisons won, from 0 to 1; a tie counts half."""
@@ -210,7 +191,7 @@ class RubricJudgeConfig(JudgedConfig):
 
 def judge_facts(config: JudgeConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the roles that are needed: the judge, and the roles of the wrapped environment."""
-    within = _facts_within(config, model)
+    within = facts_within(config, model)
     need = within.roles.get(config.role, RoleNeed())
     whole = need.conversations or config.too_long == "refuse"
     judge = evolve(need, outputs=need.outputs | {"values"}, conversations=whole)
@@ -219,13 +200,6 @@ def judge_facts(config: JudgeConfig, model: ModelInfo) -> EnvironmentFacts:
 
 def rubric_facts(config: RubricJudgeConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the roles that are needed: a judge that writes responses, and the roles of the wrapped environment."""
-    within = _facts_within(config, model)
+    within = facts_within(config, model)
     judge = evolve(within.roles.get(config.role, RoleNeed()), generates=True)
     return evolve(within, roles={**within.roles, config.role: judge})
-
-
-def _facts_within(config: JudgedConfig, model: ModelInfo) -> EnvironmentFacts:
-    if config.environment:
-        return facts_of(config.environment, model, EnvironmentFacts)
-    splits = tuple(config.dataset) if isinstance(config.dataset, dict) else None
-    return EnvironmentFacts(states_answers=False, splits=splits)

@@ -4,24 +4,19 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from whet.component import EnvironmentFacts
-from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
-from whet.data.model_info import ModelInfo
 from whet.data.records import Episode, Reply, Task
 from whet.errors import EpisodeError, Undecided
 from whet.interfaces.environment import (
     Address,
     Answering,
-    Environment,
     EpisodeInfo,
     GroupRewarding,
     Model,
     states_answers,
 )
-from whet.plan.plan import facts_of
+from whet_data.source import opened
 from whet_env_judge.config import JudgedConfig
-from whet_env_judge.prompts import Prompts
 
 _EXTENSIONS = ("group_rewards", "difficulty", "adapted", "observe", "state", "load")
 """Optional methods of an environment that a judge passes on."""
@@ -33,7 +28,7 @@ class Judged:
     final_answer: Callable[[Conversation], str | None] | None = None
 
     def __init__(self, config: JudgedConfig, roles: Mapping[str, Any], rewards: Collection[str]) -> None:
-        self._environment = _within(config, roles)
+        self._environment = opened(config, roles)
         self._rewards, self._factor = frozenset(rewards), config.environment_weight
         self._own: frozenset[str] = frozenset(self._environment.reward_weights)
         if states_answers(self._environment):
@@ -110,12 +105,3 @@ class Recorder:
         async with self._model.endpoint(ignore=ignore) as address:
             yield address
             self.messages = list(next(iter(address.conversations()), self.messages))
-
-
-def _within(config: JudgedConfig, roles: Mapping[str, Any]) -> Environment:
-    """Return the wrapped environment, built with the roles that it needs."""
-    if config.environment is None:
-        return Prompts(config)
-    needs = facts_of(config.environment, ModelInfo("", {}), EnvironmentFacts).roles
-    built = build_selection(config.environment, *([{name: roles[name] for name in needs}] if needs else []))
-    return cast(Environment, built)

@@ -64,8 +64,16 @@ class RubricJudge(Judged):
         if not recorder.messages:
             raise EpisodeError("there is nothing to judge: the first sequence of the episode has no response")
         criteria = self._config.criteria
+        if self._passed(own):
+            return {**own, **dict.fromkeys(criteria, 1.0)}
         scored = (self._score(task, recorder, name, criterion) for name, criterion in criteria.items())
         return {**own, **dict(zip(criteria, await _all(scored), strict=True))}
+
+    def _passed(self, own: Mapping[str, float]) -> bool:
+        """Return whether the environment has decided already, so that the judge need not be asked."""
+        if (name := self._config.unless) and name not in own:
+            raise EpisodeError(f"`unless` names the reward {name!r}; the environment has {', '.join(own) or 'none'}")
+        return bool(name) and own[name] >= 1
 
     async def _score(self, task: Task, recorder: Recorder, name: str, criterion: Criterion) -> float:
         """Return the reward for one criterion, and record the judge's words."""

@@ -7,8 +7,7 @@ Every task is computed from its position. One expression in ten is held out by i
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 from attrs import frozen
 
@@ -17,6 +16,7 @@ from whet.data.randomness import derive_seed
 from whet.data.records import Group, Task
 from whet.errors import DataError
 from whet.interfaces.environment import SingleTurn
+from whet_data.generated import GeneratedTasks, held_out
 from whet_env_math.config import ArithmeticConfig
 from whet_ops.curriculum import PassRateCurriculum
 from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
@@ -60,8 +60,8 @@ class Arithmetic(SingleTurn):
 
     def __init__(self, config: ArithmeticConfig) -> None:
         splits = {
-            "train": Problems(config, "train", config.train_tasks),
-            "test": Problems(config, "test", config.test_tasks),
+            "train": problems(config, "train", config.train_tasks),
+            "test": problems(config, "test", config.test_tasks),
         }
         super().__init__(splits, rewards={"correct": correct}, answer=boxed_integer)
         if config.easiest_terms:
@@ -70,29 +70,15 @@ class Arithmetic(SingleTurn):
             self.state, self.load, self.adapted = curriculum.state, curriculum.load, shortened
 
 
-class Problems(Sequence[Task]):
-    """The tasks of a split. Each task is made on access."""
+def problems(config: ArithmeticConfig, split: str, count: int) -> Sequence[Task]:
+    """Return the tasks of a split."""
 
-    def __init__(self, config: ArithmeticConfig, split: str, length: int) -> None:
-        self._config, self._split, self._length = config, split, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._length))]
-        problem = self.problem(range(self._length)[index])
+    def task(index: int) -> Task:
+        draw = random.Random(derive_seed(config.seed, f"arithmetic-{split}", index))
+        problem = make_problem(draw, split, config)
         return Task(problem.question, {"answer": problem.answer}, id=problem.expression)
 
-    def problem(self, index: int) -> Problem:
-        """Return the problem at a position."""
-        purpose = f"arithmetic-{self._split}"
-        return make_problem(random.Random(derive_seed(self._config.seed, purpose, index)), self._split, self._config)
+    return GeneratedTasks(count, task)
 
 
 def make_problem(draw: random.Random, split: str, config: ArithmeticConfig) -> Problem:
@@ -121,11 +107,6 @@ def shortened(task: Task, terms: float) -> Task:
     expression = "".join(parts)
     answer = int(parts[0]) + sum(int(op + operand) for op, operand in zip(parts[1::2], parts[2::2], strict=True))
     return Task(task.prompt[0].text.replace(task.id, expression), {"answer": str(answer)}, id=expression)
-
-
-def held_out(expression: str) -> bool:
-    """Return whether an expression is held out for the split `test`. One in ten is."""
-    return blake2b(expression.encode(), digest_size=2).digest()[0] % 10 == 0
 
 
 def correct(text: str, data: Mapping[str, Any]) -> float:

@@ -13,14 +13,15 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 from whet.data.messages import Conversation, Message
 from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
+from whet_data.generated import GeneratedTasks
+from whet_data.generated import held_out as by_hash
 from whet_env_tools.calculation import CALL, called
 from whet_env_tools.config import CalculatorConfig
 from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
@@ -35,7 +36,7 @@ class Calculator:
 
     def __init__(self, config: CalculatorConfig) -> None:
         self._config = config
-        self._splits = {"train": TrainProducts(config), "test": _test_products(config)}
+        self._splits = {"train": train_products(config), "test": _test_products(config)}
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -66,24 +67,13 @@ class Calculator:
         """Do nothing: no resource is held."""
 
 
-class TrainProducts(Sequence[Task]):
-    """The tasks of `train`. Each task is made on access."""
+def train_products(config: CalculatorConfig) -> Sequence[Task]:
+    """Return the tasks of `train`."""
 
-    def __init__(self, config: CalculatorConfig) -> None:
-        self._config = config
+    def task(index: int) -> Task:
+        return _task(*draw_factors(random.Random(derive_seed(config.seed, "calculator-train", index)), config), config)
 
-    def __len__(self) -> int:
-        return self._config.train_tasks
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        draw = random.Random(derive_seed(self._config.seed, "calculator-train", range(len(self))[index]))
-        return _task(*draw_factors(draw, self._config), self._config)
+    return GeneratedTasks(config.train_tasks, task)
 
 
 def draw_factors(draw: random.Random, config: CalculatorConfig) -> tuple[int, int]:
@@ -97,7 +87,7 @@ def draw_factors(draw: random.Random, config: CalculatorConfig) -> tuple[int, in
 
 def held_out(a: int, b: int) -> bool:
     """Return whether a product is held out for the split `test`. One in ten is."""
-    return blake2b(f"{a}*{b}".encode(), digest_size=2).digest()[0] % 10 == 0
+    return by_hash(f"{a}*{b}")
 
 
 def demonstrations(

@@ -1,0 +1,1 @@
+"""Games that a model plays over several turns."""

@@ -1,0 +1,1 @@
+"""Ready-made rewards, and the environment that adds them to other ones."""

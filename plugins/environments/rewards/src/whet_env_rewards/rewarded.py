@@ -1,0 +1,107 @@
+"""The environment `rewarded`: plays the tasks of a data set or of another environment, and adds rewards.
+
+    task -> episodes of a group, by the other environment -> its own rewards, times environment_weight
+                                                          -> each reward of `rewards`, by its name and weight
+                                                          -> truncation
+
+It reads finished episodes, so it does not matter how they are played: by turns, forks or a foreign agent. Rewards see
+the rewards that stand before them in the list, and those of the environment.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from whet.data.messages import Conversation, conversation
+from whet.data.records import Episode, Task
+from whet.errors import EpisodeError, Undecided
+from whet.interfaces.environment import Answering, GroupRewarding, Model, states_answers
+from whet.rollout.collate import response_length
+from whet.rollout.rewards import total_reward
+from whet_data.finished import Finished, GroupReward
+from whet_data.source import opened
+from whet_env_rewards.combined import built, closed, graded
+from whet_env_rewards.config import RewardedConfig
+
+_EXTENSIONS = ("difficulty", "adapted", "observe", "state", "load")
+"""Optional methods of an environment that are passed on."""
+TRUNCATION = "truncation"
+
+
+class Rewarded:
+    """The environment `rewarded`, around a data set of prompts or another environment."""
+
+    final_answer: Callable[[Conversation], str | None] | None = None
+
+    def __init__(self, config: RewardedConfig, roles: Mapping[str, Any] | None = None) -> None:
+        self._config, self._inner = config, opened(config, roles or {})
+        self._rewards = {section.label: built(section) for section in config.rewards}
+        self._weights = {section.label: section.weight for section in config.rewards}
+        if states_answers(self._inner):
+            self.final_answer = cast(Answering, self._inner).final_answer
+        for extension in _EXTENSIONS:
+            if hasattr(self._inner, extension):
+                setattr(self, extension, getattr(self._inner, extension))
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """The weights of the rewards, and the weights of the environment's rewards times `environment_weight`."""
+        factor, truncation = self._config.environment_weight, self._config.truncation_factor < 1
+        own = {name: factor * weight for name, weight in self._inner.reward_weights.items()}
+        return {**own, **self._weights, **({TRUNCATION: 1.0} if truncation else {})}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split."""
+        return self._inner.tasks(split)
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Play an episode. Returns the environment's own rewards."""
+        return await self._inner.run(task, model)
+
+    async def group_rewards(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        """Return the further rewards of each episode of a group."""
+        found: list[dict[str, float]] = [{} for _ in episodes]
+        if isinstance(self._inner, GroupRewarding):
+            found = [dict(own) for own in await self._inner.group_rewards(task, episodes)]
+        for name, reward in self._rewards.items():
+            finished = [self._finished(task, e, own) for e, own in zip(episodes, found, strict=True)]
+            if isinstance(reward, GroupReward):
+                values = list(reward.of_group(finished))
+            else:
+                values = [await _decided(reward, one) for one in finished]
+            for own, one, value in zip(found, finished, values, strict=True):
+                if name in one.rewards:
+                    raise EpisodeError(f"the environment has a reward {name!r}, too; give this one another `name`")
+                own[name] = value
+        if self._config.truncation_factor < 1:
+            for own, episode in zip(found, episodes, strict=True):
+                own[TRUNCATION] = self._truncation(episode, own)
+        return found
+
+    def close(self) -> None:
+        """Close the environment and the rewards."""
+        self._inner.close()
+        for reward in self._rewards.values():
+            closed(reward)
+
+    def _truncation(self, episode: Episode, further: Mapping[str, float]) -> float:
+        """Return what makes the whole reward of a cut episode `truncation_factor` of what it was."""
+        whole = total_reward({**episode.rewards, **further}, self.reward_weights)
+        return (self._config.truncation_factor - 1) * whole if _cut(episode) else 0.0
+
+    def _finished(self, task: Task, episode: Episode, further: Mapping[str, float]) -> Finished:
+        messages = conversation({"role": role, "content": content} for role, content in episode.messages)
+        text = next((message.text for message in reversed(messages) if message.role == "assistant"), "")
+        rewards = {**episode.rewards, **further}
+        return Finished(text, task.data, messages, response_length(episode), _cut(episode), rewards)
+
+
+def _cut(episode: Episode) -> bool:
+    return any(trajectory.stop == "length" for trajectory in episode.trajectories)
+
+
+async def _decided(reward: Any, episode: Finished) -> float:
+    """Return a reward, or 0 if its grader cannot decide."""
+    try:
+        return await graded(reward, episode)
+    except Undecided:
+        return 0.0

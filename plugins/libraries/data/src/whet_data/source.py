@@ -1,0 +1,114 @@
+"""Where an environment around other tasks gets its tasks: the prompts of a data set, or another environment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from attrs import field, frozen, validators
+
+from whet.component import EnvironmentFacts, Selection
+from whet.config.bounds import FACTOR, RECORDS, between
+from whet.config.build import build_selection
+from whet.config.sections import optional_selection
+from whet.data.messages import Message, conversation
+from whet.data.model_info import ModelInfo
+from whet.data.records import GOLD, Task
+from whet.errors import DataError
+from whet.interfaces.environment import Environment, Model
+from whet.plan.plan import facts_of
+from whet_data.readers import Row
+from whet_data.tasks import load_tasks, split_file
+
+
+def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
+    if bool(value) == (instance.environment is not None):
+        found = "both" if value else "neither"
+        raise ValueError(f"{found} of dataset and environment given; wanted one: prompts, or what plays the tasks")
+
+
+@frozen
+class SourceConfig:
+    """What is played: the prompts of a data set, or the episodes of another environment."""
+
+    environment: Selection | None = optional_selection("environments")
+    """An environment that plays the episodes, e.g. `{use: arithmetic}`. Its own rewards are recorded, too."""
+    dataset: str | dict[str, str] = field(default="", validator=_one_source, metadata={"path": True})
+    """Instead of an environment: a file of prompts, a folder with one file for each split, or a name on the Hugging
+    Face hub; or one file for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file is used for every
+    split."""
+    subset: str = ""
+    """The subset of a hub data set that has several subsets."""
+    question: str = "prompt"
+    """The field with the prompt: a string, or a list of messages."""
+    gold: str = ""
+    """The field with a reference answer, for records, and for whatever compares responses with it. A dot leads into a
+    field, e.g. `reward_model.ground_truth`. Empty: none."""
+    system: str = ""
+    """A system message before the prompt. Empty: none."""
+    max_records: int = field(default=0, validator=between(0, RECORDS))
+    """Use only the first records of a split, at most this many. 0: all."""
+    max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
+    """Largest share of records that may be left out because they have no prompt."""
+    environment_weight: float = field(default=0.0, validator=between(-FACTOR, FACTOR))
+    """Factor on the weights of the environment's own rewards. 0: these rewards are recorded, but not trained on."""
+
+
+def facts_within(config: SourceConfig, model: ModelInfo) -> EnvironmentFacts:
+    """Return the facts of the wrapped environment, or those of a data set of prompts."""
+    if config.environment:
+        return facts_of(config.environment, model, EnvironmentFacts)
+    splits = tuple(config.dataset) if isinstance(config.dataset, dict) else None
+    return EnvironmentFacts(states_answers=False, splits=splits)
+
+
+def opened(config: SourceConfig, roles: Mapping[str, Any]) -> Environment:
+    """Return the wrapped environment, built with the roles that it needs, or the prompts of the data set."""
+    if config.environment is None:
+        return Prompts(config)
+    needs = facts_of(config.environment, ModelInfo("", {}), EnvironmentFacts).roles
+    built = build_selection(config.environment, *([{name: roles[name] for name in needs}] if needs else []))
+    return cast(Environment, built)
+
+
+class Prompts:
+    """An environment with one prompt and one response. A split is loaded when it is first used."""
+
+    reward_weights: Mapping[str, float] = {}
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._splits: dict[str, Sequence[Task]] = {}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split. Raises `DataError` with file and line."""
+        if split not in self._splits:
+            config = self._config
+            file = split_file(config.dataset, split, config.subset, config.max_records)
+            named = f"dataset {config.dataset!r}, split {split!r}"
+            self._splits[split] = load_tasks(file, named, self._task, config.max_bad_records)
+        return self._splits[split]
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Send the prompt to the model. Returns no rewards."""
+        await model.reply(task.prompt)
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: no resource is held."""
+
+    def _task(self, row: Row) -> Task:
+        value = row.record.get(self._config.question)
+        if value is None:
+            raise DataError(f"the field {self._config.question!r} is missing; there are {list(row.record)!r:.120}")
+        asked = conversation(value)
+        if not asked or asked[-1].role == "assistant" or not any(message.text.strip() for message in asked):
+            raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to respond to")
+        system = (Message("system", self._config.system),) if self._config.system else ()
+        gold = self._gold(row)
+        return Task((*system, *asked), {} if gold is None else {GOLD: gold}, id=row.where)
+
+    def _gold(self, row: Row) -> str | None:
+        """Return the reference answer of a record, where it has one."""
+        found: Any = row.record
+        for name in self._config.gold.split(".") if self._config.gold else ():
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return str(found) if self._config.gold and found is not None else None
