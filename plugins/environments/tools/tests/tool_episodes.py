@@ -19,7 +19,8 @@ def made(folder, *functions, records=RECORDS, **settings):
     path = folder / "tasks.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     named = {"functions": [f"{FILE}:{name}" for name in functions]} if functions else {}
-    return ToolUse(structure({"dataset": str(path), **named, **settings}, ToolUseConfig, load_plugins()))
+    document = {"dataset": str(path), "calls_by": "text", **named, **settings}
+    return ToolUse(structure(document, ToolUseConfig, load_plugins()))
 
 
 def call(name, **arguments):

@@ -1,5 +1,6 @@
 """The configs of the environments `calculator` and `tool-use`, and their facts for planning."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
@@ -8,6 +9,7 @@ from whet.component import EnvironmentFacts, Selection
 from whet.config.bounds import GROUP, PROCESSES, RECORDS, SECONDS, SEED, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
+from whet.errors import ConfigError, DataError
 from whet_data.quoting import template_with
 from whet_sandbox.limits import Limits
 
@@ -158,8 +160,12 @@ class ToolUseConfig:
     """The prompt. `{question}` is replaced by the question."""
     system: str = ""
     """A system message before the prompt. Empty: none."""
+    calls_by: Literal["template", "text"] = "template"
+    """How the model learns of the tools and calls them: `template`, as the model's chat template has it; `text`, by
+    `tool_prompt` and JSON in `<tool_call>`, for models whose template knows no tools."""
     tool_prompt: str = field(default=TOOL_PROMPT, validator=template_with(("tools",), ("tools",)))
-    """What explains the tools, at the end of the system message. `{tools}` is replaced by their descriptions."""
+    """With `calls_by: text`: what explains the tools, at the end of the system message. `{tools}` is replaced by their
+    descriptions."""
     turns: int = field(default=6, validator=between(1, GROUP))
     """Most responses of the model in an episode. The last one is graded, even if it calls tools."""
     calls: int = field(default=16, validator=between(1, RECORDS))
@@ -169,7 +175,8 @@ class ToolUseConfig:
     result_characters: int = field(default=4000, validator=between(1, RECORDS))
     """Most characters of a result that the model sees. A longer one loses its middle."""
     reply_role: Literal["user", "tool"] = "user"
-    """Role of the messages with results. `tool` needs a chat template that supports this role."""
+    """With `calls_by: text`: role of the messages with results. `tool` needs a chat template that supports this
+    role."""
     call_seconds: float = field(default=30.0, validator=above(0, SECONDS))
     """Most time of a call of a function."""
     memory_mib: int = field(default=2048, validator=MEMORY_MIB)
@@ -185,8 +192,19 @@ class ToolUseConfig:
 
 
 def facts(config: CalculatorConfig | ToolUseConfig, model: ModelInfo) -> EnvironmentFacts:
-    """Return the facts for planning: final answers for majority votes, and the splits as far as the config has them."""
+    """Return the facts for planning: final answers for majority votes, and the splits as far as the config has them.
+
+    Raises `ConfigError` if the model's chat template is to show the tools, and knows none.
+    """
     if isinstance(config, CalculatorConfig):
         return EnvironmentFacts(states_answers=True, splits=("train", "test"))
+    if config.calls_by == "template" and (Path(model.path) / "tokenizer.json").exists():
+        from whet.data.chat import ChatTokenizer
+        from whet_chat.response import tool_format
+
+        try:
+            tool_format(ChatTokenizer(model.path, model.chat_template or None))
+        except DataError as error:
+            raise ConfigError(f"the environment tool-use needs tools: {error}, or set calls_by: text") from error
     splits = tuple(config.dataset) if isinstance(config.dataset, dict) else None
     return EnvironmentFacts(states_answers=True, splits=splits)

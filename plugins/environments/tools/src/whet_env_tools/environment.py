@@ -1,20 +1,21 @@
 r"""The environment `tool-use`: questions from a data set, and tools that the model calls before it answers.
 
-    system     ... <tools> {"type": "function", "function": {"name": "search", ...}} </tools> ...
-    user       Which river flows through the city of the oldest whetstone quarry?
+    user       Which river flows past the oldest whetstone quarry?
     assistant  <tool_call>{"name": "search", "arguments": {"query": "oldest whetstone quarry"}}</tool_call>
-    user       <tool_response> [1] ... </tool_response>      the tool's text: part of the sequence, never trained on
+    tool       [1] ...                      the tool's text: part of the sequence, never trained on
     assistant  \boxed{Meuse}
 
-A wrong call is answered with what is wrong about it. A tool that fails is named, called again, and counted; where it is
-broken, the episode is infrastructure: it is played again, and never scored.
+The chat template shows the tools and decides how calls are written; with `calls_by: text` a system message does.
+A wrong call is answered with what is wrong about it. A tool that fails is named, called again, and counted. Where it
+is broken, the episode is infrastructure: it is played again, and never scored.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from whet.data.messages import Conversation, Message, conversation
-from whet.data.records import GOLD, Task
+from whet.data.records import GOLD, Reply, Task
 from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
 from whet.rollout.event_loop import gather_or_cancel
@@ -27,6 +28,9 @@ from whet_env_tools.processes import Outcome
 from whet_env_tools.text_calls import ToolCall, described, read_calls, shown_results
 from whet_env_tools.toolbox import Playing, Toolbox
 
+MOST_CALLS: Final = 128
+"""Calls of one response that are answered at all. A model that writes more has run wild."""
+
 
 class ToolUse:
     """The environment `tool-use`: rewards `correct`, `calls`, `wrong_calls` and `failed_calls`."""
@@ -34,10 +38,9 @@ class ToolUse:
     def __init__(self, config: ToolUseConfig) -> None:
         self._config = config
         self._toolbox = Toolbox(config)
-        explained = filled(
-            config.tool_prompt, {"tools": described([one.plain for one in self._toolbox.tools.values()])}
-        )
-        self._system = Message("system", f"{config.system}\n\n{explained}".strip())
+        tools = [tool.plain for tool in self._toolbox.tools.values()]
+        by_template = config.calls_by == "template"
+        self._format: ByTemplate | ByText = ByTemplate(tools) if by_template else ByText(config, tools)
         self._splits: dict[str, Sequence[Task]] = {}
 
     @property
@@ -58,9 +61,10 @@ class ToolUse:
         """Play one episode: answer calls until a response has none, or no turn is left. Returns the rewards."""
         async with self._toolbox.playing(task, model.episode) as playing:
             counts = {"calls": 0.0, "wrong_calls": 0.0, "failed_calls": 0.0}
-            reply = await model.reply(task.prompt)
+            talk = self._format.begun(model)
+            reply = await talk.reply(task.prompt)
             for _ in range(self._config.turns - 1):
-                calls = read_calls(reply.text)
+                calls = self._format.calls(reply)
                 if not calls:
                     break
                 outcomes = await self._answered(calls, int(counts["calls"]), playing)
@@ -69,7 +73,7 @@ class ToolUse:
                 counts["failed_calls"] += sum(outcome.failed for outcome in outcomes)
                 results = [shown(outcome.text, self._config.result_characters) for outcome in outcomes]
                 try:
-                    reply = await model.reply(Message(self._config.reply_role, shown_results(results)))
+                    reply = await talk.reply(self._format.results(calls, results))
                 except ContextFull:  # the last response is graded
                     break
         correct = is_right(final_answer(reply.text), task.data["answers"])
@@ -97,9 +101,7 @@ class ToolUse:
                 return Outcome(f"This call cannot be read: {call.problem}", error=True)
             return await self._toolbox.call(call.name, call.arguments, playing)
 
-        # more than these would only repeat that they are too many
-        few = calls[: config.parallel + 1]
-        return await gather_or_cancel([answered(number, call) for number, call in enumerate(few)])
+        return await gather_or_cancel([answered(number, call) for number, call in enumerate(calls)])
 
     def _task(self, row: Row) -> Task:
         config = self._config
@@ -112,4 +114,53 @@ class ToolUse:
             raise DataError(f"the field {config.answer!r} has no answer; there are {list(row.record)!r:.120}")
         asked = conversation(filled(config.prompt, {"question": question}))
         data: dict[str, Any] = {GOLD: answers[0], "answers": answers, "record": dict(row.record)}
-        return Task((self._system, *asked), data, id=row.where)
+        system = self._format.system(config.system)
+        return Task((*([Message("system", system)] if system else []), *asked), data, id=row.where)
+
+
+class ByTemplate:
+    """The model's chat template shows the tools, and decides how calls are written."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        functions = ({"type": "function", "function": tool} for tool in tools)
+        self._tools = tuple(json.dumps(function, ensure_ascii=False) for function in functions)
+
+    def system(self, given: str) -> str:
+        """Return the system message."""
+        return given
+
+    def begun(self, model: Model) -> Model:
+        """Return the sequence to be played."""
+        return model.with_tools(self._tools)
+
+    def calls(self, reply: Reply) -> list[ToolCall]:
+        """Return the calls in a response. A damaged one is part of its text."""
+        return [ToolCall(call.name, json.loads(call.arguments), id=call.id) for call in reply.calls[:MOST_CALLS]]
+
+    def results(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
+        """Return the messages with the results."""
+        return [Message("tool", text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
+
+
+class ByText:
+    """A system message explains the tools, and calls are JSON in `<tool_call>`."""
+
+    def __init__(self, config: ToolUseConfig, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._explained = filled(config.tool_prompt, {"tools": described(tools)})
+        self._role = config.reply_role
+
+    def system(self, given: str) -> str:
+        """Return the system message."""
+        return f"{given}\n\n{self._explained}".strip()
+
+    def begun(self, model: Model) -> Model:
+        """Return the sequence to be played."""
+        return model
+
+    def calls(self, reply: Reply) -> list[ToolCall]:
+        """Return the calls in a response, damaged ones included."""
+        return read_calls(reply.text)[:MOST_CALLS]
+
+    def results(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
+        """Return the messages with the results."""
+        return [Message(self._role, shown_results(texts))]

@@ -27,6 +27,8 @@ class ToolCall:
     arguments: Mapping[str, Any]
     problem: str = ""
     """Why it is no call. Empty: it is one."""
+    id: str = ""
+    """Its id, where the chat template has one."""
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> str:
