@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Episode, Reply, Task
 from whet.errors import EpisodeError, Undecided
 from whet.interfaces.environment import (
@@ -86,6 +86,13 @@ class Recorder:
         reply = await self._model.reply(messages, **how)
         self.messages += [*conversation(messages), Message("assistant", reply.text)]
         return reply
+
+    def with_tools(self, tools: Tools) -> "Recorder":
+        """Return a model for a sequence with tools. It is judged if nothing has been said before."""
+        if self.messages:
+            return Recorder(self._model.with_tools(tools))
+        self._model = self._model.with_tools(tools)
+        return self
 
     def fork(self, agent: str = "") -> "Recorder":
         """Return a model for another sequence, which is not judged."""
