@@ -89,6 +89,8 @@ class ModelSection:
     """Run Python code from the model folder. Only for folders that you trust as your own code."""
     chat_template: str | None = field(default=None, metadata={"path": True})
     """A file with a Jinja chat template to use instead of the model's own."""
+    template: dict[str, bool | int | float | str] = field(factory=dict)
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`. One that it does not use is refused."""
 
 
 @frozen
@@ -290,6 +292,9 @@ class EndpointSection:
     """Largest request, in bytes."""
     max_connections: int = field(default=1024, validator=between(1, RETRIES))
     """Largest number of open connections."""
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    """What happens to a parameter of a request that is unknown, or cannot be kept: `refuse` answers with an error that
+    names it; `ignore` leaves it out, and the header `x-whet-ignored` of the response names it."""
     record: int = field(default=256 << 20, validator=between(0, BYTES), metadata={"off": 0})
     """For `serve`: the largest size of `endpoint.jsonl` in the run folder, in bytes. It holds prompt, response,
     logprobs and versions of each response, as tokens. Later requests are served and counted, not recorded. 0: nothing

@@ -14,7 +14,7 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.features import reader
+from whet.plugins.features import reader, responses
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def read_inputs(
         from whet.data.chat import ChatTokenizer
 
         section = (config.roles[role].model if role in config.roles else None) or config.model
-        chat = ChatTokenizer(prepared.models.get(role, prepared.model).path, section.chat_template, now=began)
+        folder, arguments = prepared.models.get(role, prepared.model).path, section.template
+        chat = ChatTokenizer(folder, section.chat_template, began, arguments, responses())
         if config.environments or config.evaluation.environments:
             _ = chat.template  # one that is missing or cannot be read would fail every episode
         return chat
