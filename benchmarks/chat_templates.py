@@ -3,9 +3,9 @@
     python benchmarks/chat_templates.py FOLDER [--only WORD] [--show]
 
 Each template meets a tokenizer of bytes that knows its special tokens. The model is a script: it writes what the
-template itself would write for a turn. For each talk the table has the number of sequences that an episode of it has (1: the template
-only appends), or why it could not be played. Checked are: each produced token is trained exactly once, with the tokens
-that the engine made; each prompt is the one that the template renders.
+template itself would write for a turn. For each talk the table has the number of sequences that an episode of it has
+(1: the template only appends), or why it could not be played. Checked are: each produced token is trained exactly once,
+as the engine made it; each prompt is what the engine was asked to continue.
 
     plain      three turns of the user
     thinking   the same, with reasoning
@@ -34,10 +34,15 @@ from whet.interfaces.environment import Model
 from whet.plugins.features import responses
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
+from whet_chat.learn import common
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
 
-SPECIAL = re.compile(r"<\|[^|<>'\"{}]{1,40}\|>|<｜[^｜'\"{}]{1,40}｜>|</?s>|\[[A-Z_/]{4,30}\]|<[a-z]+_of_[a-z]+>|\[e~\[|<\|[a-z_]+>|<[a-z_]+\|>")
+SPECIAL = re.compile(
+    r"<\|[^|<>'\"{}]{1,40}\|>|<｜[^｜'\"{}]{1,40}｜>|</?s>|\[[A-Z_/]{4,30}\]|<[a-z]+_of_[a-z]+>|\[e~\[|<\|[a-z_]+>|<[a-z_]+\|>"
+)
+ENDS = ("<|END_OF_TURN_TOKEN|>", "<SPECIAL_12>", "<|call|>", "<|end_of_msg|>")
+"""The end tokens of tokenizers whose templates do not end every turn with the same token."""
 TOOL = json.dumps({
     "type": "function",
     "function": {
@@ -81,7 +86,8 @@ def tokenizer_folder(folder: Path, source: str) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    end = next((token for token in ENDS if token in source), "</s>")
+    named = {"bos_token": "<s>", "eos_token": end, "pad_token": "<pad>", "unk_token": "<unk>"}
     special = dict.fromkeys([*named.values(), *SPECIAL.findall(source)])
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -97,6 +103,7 @@ class Scripted:
 
     def __init__(self, chat: ChatTokenizer, talk: Conversation, generator: FakeGenerator) -> None:
         self.chat, self.talk, self.generator = chat, talk, generator
+        self.raw = ""
         self.read: list[tuple[tuple[Call, ...], tuple[Call, ...]]] = []
 
     def tasks(self, split: str) -> list[Task]:
@@ -115,6 +122,7 @@ class Scripted:
                 waiting.append(Message(message.role, message.content, answers=answers))
                 continue
             self.next = raw_turn(self.chat.with_tools(tools), self.talk[:i], message)
+            self.raw += self.next
             reply = await talk.reply(waiting)
             self.read.append((message.calls, reply.calls))
             ids |= {mine.id: theirs.id for mine, theirs in zip(message.calls, reply.calls, strict=False)}
@@ -126,12 +134,12 @@ class Scripted:
 
 
 def raw_turn(chat: ChatTokenizer, before: Conversation, message: Message) -> str:
-    """Return what the model writes for a turn, up to the token that ends it: as the template has it as the last turn."""
+    """Return what the model writes for a turn, up to the token that ends it, as the template has it last."""
     asked = chat.render(before, generation_prompt=True)
     whole = chat.render((*before, message))
     stops = [chat.decode([token], skip_special=False) for token in chat.stop_tokens]
     if not whole.startswith(asked):  # as with an empty reasoning block that later turns lack
-        shared = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole)))
+        shared = common(asked, whole)
         head = whole.rfind("<", 0, shared) if whole.rfind("<", 0, shared) > whole.rfind(">", 0, shared) else shared
         turn = whole[head:]
         opened = asked[head:].strip()
@@ -190,8 +198,12 @@ def outcome(chat: ChatTokenizer, name: str) -> str:
         return f"REFUSED: {str(error).rpartition('last: ')[2][:300]}"
     except AssertionError as error:
         return f"WRONG: {error}"
+    if tools and "look_up" not in environment.raw:
+        return f"{len(episode.trajectories)}, the template writes no calls"
     for wanted, found in environment.read:
-        if tools and [(c.name, json.loads(c.arguments)) for c in wanted] != [(c.name, json.loads(c.arguments)) for c in found]:
+        if tools and [(c.name, json.loads(c.arguments)) for c in wanted] != [
+            (c.name, json.loads(c.arguments)) for c in found
+        ]:
             return f"{len(episode.trajectories)}, CALLS NOT READ: {found!r:.80}"
     return str(len(episode.trajectories))
 
@@ -212,7 +224,9 @@ def main() -> None:
             found = {name: outcome(chat, name) for name in TALKS}
             shows = type(responses()(chat).calls).__name__
         for name, one in found.items():
-            totals[name][one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"] += 1
+            totals[name][
+                one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"
+            ] += 1
         print(f"{file.stem[:44]:45} {shows:14}", " | ".join(f"{name} {one}" for name, one in found.items()), flush=True)
     for name, counts in totals.items():
         print(name, dict(sorted(counts.items())))

@@ -92,6 +92,9 @@ class Sampling:
     """Stop strings. The tokens up to the one that completes a stop string are kept."""
     stop_tokens: tuple[int, ...] = ()
     """Stop tokens. The stop token itself is kept, as the last one."""
+    schema: str = ""
+    """A JSON schema that the text must match, as JSON; empty: none. Only for generators whose facts list `schema`, and
+    never in training, which needs free samples."""
 
 
 @frozen(eq=False)
@@ -111,6 +114,27 @@ class Request:
     replica: int | None = None
     """The replica that must continue the sequence, counted from 0. If it is away, the request fails with `RequestLost`.
     None: any replica."""
+    progress: int | None = None
+    """Whether tokens are reported while they are sampled, if the generator can; see `whet.interfaces.generator`. A
+    number: each token with this many of the likeliest ones. None: only the completion is wanted."""
+
+
+@frozen(eq=False)
+class Progress:
+    """Tokens of a running completion, as soon as they are sampled. Shown to people, never recorded."""
+
+    id: str
+    """The id of the request."""
+    begin: int
+    """Number of tokens of the completion before these. A request that begins again reports from 0 again."""
+    tokens: IntArray
+    """[tokens]."""
+    logprobs: FloatArray
+    """[tokens], as in `Completion`."""
+    likeliest: IntArray
+    """[tokens, k], the k likeliest tokens at each position, the likeliest first."""
+    likeliest_logprobs: FloatArray
+    """[tokens, k]."""
 
 
 @frozen(eq=False)

@@ -20,7 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from whet.data.messages import Conversation, Message, Tools
+from whet.data.messages import Conversation, Tools
 from whet.errors import DataError
 
 

@@ -34,7 +34,7 @@ def reader() -> DataReader:
 @functools.cache
 def responses() -> Callable[[Chat], ResponseReader] | None:
     """Return what makes the reader of a chat's responses. None: no installed distribution brings one."""
-    return None if _missing(*RESPONSES) else _load("", *RESPONSES)  # type: ignore[no-any-return]
+    return None if _missing(*RESPONSES) else _load("", *RESPONSES)
 
 
 def missing_probe() -> str:

@@ -88,11 +88,10 @@ class Recorder:
         return reply
 
     def with_tools(self, tools: Tools) -> "Recorder":
-        """Return a model for a sequence with tools. It is judged if nothing has been said before."""
-        if self.messages:
-            return Recorder(self._model.with_tools(tools))
-        self._model = self._model.with_tools(tools)
-        return self
+        """Return a model for a sequence with tools. If nothing was said before, its conversation is the judged one."""
+        other = Recorder(self._model.with_tools(tools))
+        other.messages = other.messages if self.messages else self.messages
+        return other
 
     def fork(self, agent: str = "") -> "Recorder":
         """Return a model for another sequence, which is not judged."""

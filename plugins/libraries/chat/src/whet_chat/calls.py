@@ -5,6 +5,7 @@ call is damaged.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -82,27 +83,29 @@ class JsonCalls:
     def _calls(self, text: str) -> Iterator[Call]:
         if not self.frame.marker:
             found = _LEAD.match(text)
-            yield from self._values(text, found.end() if found else 0, whole=True)
+            yield from self._values(text, found.end() if found else 0, whole=True)[0]
             return
         end = 0
         for at in self.frame.starts(text):
             if at < end:  # a marker within an argument
                 continue
             if self.name is not None:
-                end = yield from self._values(text, at)
+                calls, end = self._values(text, at)
+                yield from calls
                 continue
             call, end = self._named(text, at)
             yield call
 
-    def _values(self, text: str, at: int, whole: bool = False) -> Iterator[Call]:
-        """Yield the calls of one or more JSON values, each a call or a list of calls. Return where they end."""
+    def _values(self, text: str, at: int, whole: bool = False) -> tuple[list[Call], int]:
+        """Return the calls of one or more JSON values, each a call or a list of calls, and where they end."""
+        calls = list[Call]()
         while True:
             value, at = read_json(text, at)
-            yield from (self._call(one) for one in (value if isinstance(value, list) else [value]))
+            calls += [self._call(one) for one in (value if isinstance(value, list) else [value])]
             following = _SEPARATORS.match(text, at)
             after = following.end() if following else at
             if after >= len(text) or (not whole and text[after] != "{"):
-                return at  # noqa: B901 - `yield from` takes it
+                return calls, at
             at = after
 
     def _call(self, value: Any) -> Call:
@@ -275,8 +278,8 @@ class ElementCalls:
             name = text[at:begin]
             types = types_of(tools).get(name, {})
             whole = arguments if isinstance(arguments, dict) else {}
-            typing = {k: v if types.get(k) == "string" or not isinstance(v, str) else typed(v) for k, v in whole.items()}
-            found.append(made(name, typing))
+            kept = {k for k, v in whole.items() if types.get(k) == "string" or not isinstance(v, str)}
+            found.append(made(name, {k: v if k in kept else typed(v) for k, v in whole.items()}))
         return self.frame.content_end(text), found
 
     def _children(self, text: str, at: int, depth: int) -> tuple[Any, int]:
@@ -321,7 +324,7 @@ def typed(text: str) -> Any:
     """Return the value that an argument without quotes stands for. What is no value is text."""
     for read in (read_json, read_value):
         value = _whole(read, text)
-        if value is not _NOTHING:
+        if value is not _NOTHING and (not isinstance(value, float) or math.isfinite(value)):
             return value
     return text
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from attrs import frozen
 
@@ -16,7 +15,8 @@ NAME, TEXT, NUMBER, OBJECT = "whet_probe", "blade", "count", "how"
 """The names of the tool of probes, and of its arguments."""
 FIRST, SECOND = ({TEXT: f"wx{i} yz", NUMBER: 7130 + i, OBJECT: {"aa": [1, "bb"]}} for i in (1, 2))
 _TYPES = {TEXT: "string", NUMBER: "integer", OBJECT: "object"}
-_PROPERTIES = {name: {"type": kind, "description": "Something."} for name, kind in _TYPES.items()}
+_ONE = {"description": "Something.", "additionalProperties": {"type": "string"}}  # some templates read it of objects
+_PROPERTIES = {name: {"type": kind, **_ONE} for name, kind in _TYPES.items()}
 _FUNCTION = {
     "name": NAME, "description": "Sharpen.",
     "parameters": {"type": "object", "properties": _PROPERTIES, "required": [TEXT], "additionalProperties": False},
@@ -110,10 +110,10 @@ def _json(turn: Turn) -> Iterator[Reader]:
             value, end = read_json(turn.text, at)
         except ValueError:
             continue
-        name = turn.text.rfind(NAME, 0, at)
-        if value == FIRST and name >= 0:
-            tag = _last_mark(turn.text[name + len(NAME) : at])
-            before = turn.text[:name]
+        named = turn.text.rfind(NAME, 0, at)
+        if value == FIRST and named >= 0:
+            tag = _last_mark(turn.text[named + len(NAME) : at])
+            before = turn.text[:named]
             if not before.strip():
                 yield JsonCalls(Frame(_last_mark(turn.between(end)) or turn.between(end).strip(), leading=True), None)
                 return
@@ -242,8 +242,13 @@ def _common_end(one: str, other: str) -> int:
 _HINTS: tuple[tuple[str, Reader], ...] = (
     (
         "<|im_middle|>",
-        JsonCalls(Frame("<|tool_call_begin|>", ("<|tool_calls_section_begin|>",)), None, "", "functions.",
-                  "<|tool_call_argument_begin|>"),
+        JsonCalls(
+            Frame("<|tool_call_begin|>", ("<|tool_calls_section_begin|>",)),
+            None,
+            "",
+            "functions.",
+            "<|tool_call_argument_begin|>",
+        ),
     ),
     ("<|tool_list_start|>", PythonCalls(Frame("<|tool_call_start|>"))),
     ("<|tool_call|>", JsonCalls(Frame("<|tool_call|>"), "name", "arguments")),

@@ -64,6 +64,8 @@ class ResponseFormat:
         else:
             reasoning, content = self.reasoning.split(text) if self.reasoning else ("", text)
             content, calls = self._called(content, tools)
+            if not calls and not content:  # reasoning that the model did not end before it called
+                reasoning, calls = self._called(reasoning, tools)
             content = self._bare(content)
         if not tools:
             calls = []
@@ -83,7 +85,6 @@ class ResponseFormat:
         except (ValueError, RecursionError):
             return content, []
         return (content[:end].rstrip(), calls) if calls else (content, [])
-
 
     def _bare(self, content: str) -> str:
         """Return content without the tags around it."""

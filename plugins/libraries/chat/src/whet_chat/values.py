@@ -55,8 +55,10 @@ def read_value(text: str, at: int, quote: str = "", depth: int = 0) -> tuple[Any
     return (int(plain) if plain.lstrip("+-").isdecimal() else float(plain)), number.end()
 
 
-def read_pairs(text: str, at: int, end: str, between: str, quote: str = "", depth: int = 0) -> tuple[dict[str, Any], int]:
-    """Return `key BETWEEN value` pairs up to `end`, and the position after it. A key may be bare. Raises `ValueError`."""
+def read_pairs(
+    text: str, at: int, end: str, between: str, quote: str = "", depth: int = 0
+) -> tuple[dict[str, Any], int]:
+    """Return `key BETWEEN value` pairs up to `end`, and where they end. Keys may be bare. Raises `ValueError`."""
     found: dict[str, Any] = {}
     while not text.startswith(end, at := skip(text, at)):
         key, at = _key(text, at, between, quote)

@@ -8,8 +8,8 @@ Counted are the sequences with a token under the mask. A sequence without one wa
 masked later; `count_empty` and `count_masked` decide whether these two kinds count too. `count` reads only the mask, so
 it is known before any forward pass and adds up over micro-batches and ranks. A conversation of several sequences, which
 a chat template makes that rewrites history, counts once: each of its sequences counts as its share of the
-conversation's trained tokens. So it has the loss of one sequence with all of these tokens. With a `max_length` of 1, `constant` is
-the mean of the sequences' sums.
+conversation's trained tokens. So it has the loss of one sequence with all of these tokens. With a `max_length` of 1,
+`constant` is the mean of the sequences' sums.
 """
 
 from typing import Any, Literal
@@ -61,7 +61,7 @@ def count(
 
 def share_of(batch: Any) -> Any:
     """Return the column `share` [B], or None if each conversation is one sequence."""
-    return batch["share"] if "share" in batch else None
+    return batch["share"] if "share" in batch else None  # noqa: SIM401 - a batch has no `get`
 
 
 def counted(batch: Any, config: AverageConfig) -> Any:

@@ -19,11 +19,22 @@ from whet.component import Spec
 from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, Tools, conversation
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn, recordable
+from whet.data.records import (
+    Completion,
+    FloatArray,
+    IntArray,
+    Progress,
+    Reply,
+    Request,
+    Sampling,
+    Stop,
+    Turn,
+    recordable,
+)  # fmt: skip
 from whet.errors import CheckpointError, ContextFull, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address, EpisodeInfo
-from whet.interfaces.generator import OnWeightUpdate
+from whet.interfaces.generator import OnWeightUpdate, listener
 from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.features import responses
@@ -323,6 +334,7 @@ class FakeGenerator:
         text = self._rule(self._codec.decode(request.tokens, skip_special=False), rng)
         tokens, stop = self._cut(self._codec.encode(text), request)
         logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
+        await _report(request.id, tokens, logprobs)
         return Completion(request.id, tokens, logprobs, stop, ((0, version),))
 
     def _cut(self, tokens: IntArray, request: Request) -> tuple[IntArray, Stop]:
@@ -351,6 +363,20 @@ class FakeGenerator:
     def close(self) -> None:
         """Set `closed`."""
         self.closed = True
+
+
+async def _report(id_: str, tokens: IntArray, logprobs: FloatArray) -> None:
+    """Report tokens one by one to the listener of this task, as a generator does while it samples.
+
+    The likeliest tokens at each position are the sampled one and those after it, each half as likely as the last.
+    """
+    if (to := listener.get()) is None:
+        return
+    ranks = np.arange(to.likeliest)
+    for i, token in enumerate(tokens):
+        likeliest = (token + ranks)[None], (logprobs[i] - np.log(2) * ranks).astype(np.float32)[None]
+        to.call(Progress(id_, i, tokens[i : i + 1], logprobs[i : i + 1], *likeliest))
+        await asyncio.sleep(0)
 
 
 def _refuse_asleep(role: str, asleep: bool) -> None:
