@@ -136,7 +136,8 @@ def fuzz(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
     libraries = [
-        f"plugins/libraries/{name}" for name in ("data", "generation", "memory", "ops", "sandbox", "start", "weights")
+        f"plugins/libraries/{name}"
+        for name in ("chat", "data", "generation", "memory", "ops", "sandbox", "start", "weights")
     ]
     editable = [
         word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)

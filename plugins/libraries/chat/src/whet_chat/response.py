@@ -1,6 +1,5 @@
 """What a model wrote, in parts: reasoning, content, tool calls."""
 
-from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
@@ -8,7 +7,7 @@ from attrs import evolve, frozen
 from whet.data.messages import Call, Message, Tools
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
-from whet_chat.calls import Reader, made
+from whet_chat.calls import Frame, Reader, made
 from whet_chat.learn import CALLS, NAME, TOOL, USER, Render, common, first_mark, learn_calls, marks
 from whet_chat.values import read_json
 
@@ -67,15 +66,28 @@ class ResponseFormat:
             if not calls and not content:  # reasoning that the model did not end before it called
                 reasoning, calls = self._called(reasoning, tools)
             content = self._bare(content)
-        if not tools:
-            calls = []
-        seed = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-        named = tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls))
-        return Message("assistant", content, named, reasoning=reasoning)
+        return Message("assistant", content, tuple(calls) if tools else (), reasoning=reasoning)
 
     def shown(self, text: str, tools: Tools = ()) -> Message:
         """Return a response as the template takes it."""
         return self.read(text, tools if self.in_fields else ())
+
+    def before_calls(self, text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+        """Return what stands before the calls, with reasoning as it was written, and the calls."""
+        if self.channels:
+            found = self.read(text, tools)
+            return (found.text, found.calls) if found.calls else (text, ())
+        rest = text
+        if self.reasoning and self.reasoning.split(text)[1]:
+            rest = text.partition(self.reasoning.close)[2] or text
+        content, calls = self._called(rest, tools)
+        return (text[: len(text) - len(rest)] + content, tuple(calls)) if calls else (text, ())
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts with which calls may begin. Empty: a response is calls alone, or has channels."""
+        frame = getattr(self.calls, "frame", None)
+        return tuple(mark for mark in (*frame.opening, frame.marker) if mark) if frame else ()
 
     def _called(self, content: str, tools: Tools) -> tuple[str, list[Call]]:
         if self.calls is None or not tools:
@@ -94,14 +106,6 @@ class ResponseFormat:
             if content.rstrip().endswith(tags := "".join(self.tail[:count])):
                 return content.rstrip()[: -len(tags)]
         return content
-
-
-def _id(seed: bytes, number: int) -> str:
-    """Return the id of a call: nine letters and digits, because some templates accept no others.
-
-    It is derived, not drawn: where a template shows ids, an episode that is played again has the same tokens.
-    """
-    return blake2b(seed, digest_size=5, salt=number.to_bytes(8)).hexdigest()[:9]
 
 
 def _channels(text: str) -> tuple[str, str, list[Call]]:
@@ -138,6 +142,10 @@ def learn(render: Render) -> ResponseFormat:
     lead = before.rpartition(reasoning.close)[2] if reasoning and reasoning.close in before else ""
     if not lead and before.startswith(asked):
         lead = before[len(asked) :]
+    if reasoning and isinstance(frame := getattr(calls, "frame", None), Frame):
+        # An empty block of reasoning, which some templates write, is no beginning of calls.
+        tags = [i for i, tag in enumerate(frame.opening) if tag in (reasoning.open, reasoning.close)]
+        calls = evolve(calls, frame=evolve(frame, opening=frame.opening[tags[-1] + 1 :])) if tags else calls
     return ResponseFormat(reasoning, calls, why, lead.strip(), marks(after.partition("\n")[0]), in_fields=in_fields)
 
 
