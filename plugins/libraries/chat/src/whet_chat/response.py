@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from whet.data.messages import Call, Message, Tools
 from whet.errors import DataError
@@ -86,8 +86,9 @@ class ResponseFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the texts with which calls may begin. Empty: a response is calls alone, or has channels."""
-        frame = getattr(self.calls, "frame", None)
-        return tuple(mark for mark in (*frame.opening, frame.marker) if mark) if frame else ()
+        frame = self.calls.frame if self.calls else Frame("")
+        thought = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
+        return tuple(mark for mark in (*frame.opening, frame.marker) if mark and mark not in thought)
 
     def _called(self, content: str, tools: Tools) -> tuple[str, list[Call]]:
         if self.calls is None or not tools:
@@ -135,23 +136,21 @@ def learn(render: Render) -> ResponseFormat:
     plain = _rendered(render, Message("assistant", _ANSWER))
     thought = _rendered(render, Message("assistant", _ANSWER, reasoning=_REASON))
     if "<|channel|>" in thought and "<|message|>" in thought:
-        return ResponseFormat(None, _Channels(), why, channels=True)
+        return ResponseFormat(None, _Channels(Frame("")), why, channels=True)
     asked = _asked(render)
     reasoning = _reasoning(render, asked, thought)
     before, _, after = (thought if reasoning and _REASON in thought else plain).partition(_ANSWER)
     lead = before.rpartition(reasoning.close)[2] if reasoning and reasoning.close in before else ""
     if not lead and before.startswith(asked):
         lead = before[len(asked) :]
-    if reasoning and isinstance(frame := getattr(calls, "frame", None), Frame):
-        # An empty block of reasoning, which some templates write, is no beginning of calls.
-        tags = [i for i, tag in enumerate(frame.opening) if tag in (reasoning.open, reasoning.close)]
-        calls = evolve(calls, frame=evolve(frame, opening=frame.opening[tags[-1] + 1 :])) if tags else calls
     return ResponseFormat(reasoning, calls, why, lead.strip(), marks(after.partition("\n")[0]), in_fields=in_fields)
 
 
 @frozen
 class _Channels:
     """Reads calls that name their channel."""
+
+    frame: Frame
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
         """See `Reader`."""
