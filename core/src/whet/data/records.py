@@ -8,7 +8,7 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from whet.data.messages import Conversation, Image, conversation
+from whet.data.messages import Call, Conversation, Image, conversation
 from whet.errors import DataError
 
 IntArray = NDArray[np.int64]
@@ -165,6 +165,8 @@ class Reply:
     """All tokens of the completion."""
     stop: Stop
     """Why the completion ended; `length` for a response that was cut by its limit, or by the end of the context."""
+    calls: tuple[Call, ...] = ()
+    """The tool calls in the response, if the sequence has tools; see `Model.with_tools`."""
 
 
 @frozen(eq=False)
@@ -214,6 +216,9 @@ class Trajectory:
     in it."""
     agent: str = ""
     """The agent that the sequence belongs to; empty: the only agent."""
+    part: int = 0
+    """0 for the first sequence of a conversation. A chat template that rewrites history begins another: 1, and so on.
+    They follow each other."""
     rewards: Mapping[str, float] | None = None
     """Every named reward of this sequence, unweighted: of the episode, of the agent, of the sequence, of its turns.
     None: the rewards of the episode."""
@@ -298,6 +303,8 @@ class Group:
             first: dict[str, list[float]] = {}
             for t in episode.trajectories:
                 own = episode if t.rewards is None else t
+                if t.part:
+                    continue
                 first.setdefault(t.agent, []).append(float((own.rewards or {}).get(name, 0.0) if name else own.reward))
             for agent, values in first.items():
                 found.setdefault(agent, []).extend(values if agent in apart else values[:1])

@@ -37,6 +37,7 @@ from whet.interfaces.environment import Address, EpisodeInfo
 from whet.interfaces.generator import OnWeightUpdate, listener
 from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
+from whet.plugins.features import responses
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for all turns, a script of answers, or a function from the conversation to the answer."""
@@ -76,6 +77,8 @@ class FakeModel:
         """The sequences that `fork` started from this one."""
         self.agent = ""
         """The agent of the sequence; see `Model.fork`."""
+        self.tools: Tools = ()
+        """The tools of the sequence; see `Model.with_tools`."""
         self.rewards: list[tuple[str, float, str]] = []
         """The recorded rewards of this sequence: name, value, and `turn`, `sequence` or `agent`."""
         self.log: dict[str, Any] = {}
@@ -100,12 +103,20 @@ class FakeModel:
         text = prefill + self._next(tuple(self.messages))
         self._answered += 1
         self.messages.append(Message("assistant", text))
-        return Reply(text, tuple(text.encode(errors="replace")), self._stop)
+        calls = ByteChat().with_tools(self.tools).parts(Message("assistant", text, written=text)).calls
+        return Reply(text, tuple(text.encode(errors="replace")), self._stop, calls)
+
+    def with_tools(self, tools: Tools) -> "FakeModel":
+        """Return another sequence without history. Calls in its answers have the format of `ByteChat`."""
+        other = self.fork()
+        other.messages, other._answered, other.tools = [], 0, tools
+        return other
 
     def fork(self, agent: str = "") -> "FakeModel":
         """Return another sequence with the history so far. All sequences take their answers from one script."""
         other = FakeModel(self._next, self._stop, self._room)
         other.messages, other.agent, other.episode = self.messages[:], agent or self.agent, self.episode
+        other.tools = self.tools
         other._answered = self._answered
         self.forks.append(other)
         return other
@@ -251,13 +262,24 @@ class ByteChat(ByteCodec):
         other._tools = tools
         return other
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
         """Return the text of a conversation, tools first."""
-        return "".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation)
+        text = "".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation)
+        return text + "assistant: " * generation_prompt
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens of the prompt that the model continues."""
-        return self.encode(f"{self.render(conversation)}assistant: ")
+        return self.encode(self.render(conversation, generation_prompt=True))
+
+    def message(self, tokens: IntArray, prefill: str = "") -> Message:
+        """Return a completion as the message of the model."""
+        text = prefill + self.decode(tokens)
+        return Message("assistant", text, written=text)
+
+    def parts(self, message: Message) -> Message:
+        """Return a message with the calls apart that the model wrote in it."""
+        make = responses() if message.written and self._tools else None
+        return make(self).read(message.written, self._tools) if make else message
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the last completion of the model."""
