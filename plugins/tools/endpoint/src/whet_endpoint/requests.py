@@ -100,8 +100,8 @@ class ApiRequest:
     """Tools that the prompt describes."""
     reads_calls: bool = False
     """Whether calls of tools are parsed, rather than shown as text."""
-    splits_reasoning: bool = False
-    """Whether reasoning is shown apart from the text."""
+    show_reasoning: bool = True
+    """Whether the model's reasoning is shown, apart from the text."""
     history: Conversation = ()
     """What a later request continues by the id of this one's response."""
     kept: bool = False
