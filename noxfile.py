@@ -63,7 +63,7 @@ def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
         session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
-        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "-r", "docs/requirements.txt",
+        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "mcp", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
