@@ -42,6 +42,8 @@ LOSSES: list[dict[str, Any]] = [
     {"use": "ppo-clip", "likelihood": {"weight": 0.2, "at_least": 0.0}},
     {"use": "dpo"},
     {"use": "topk-kl"},
+    {"use": "full-kl", "forward": 0.4},
+    {"use": "full-kl", "divergence": "jensen-shannon"},
 ]
 VALUE_LOSSES: list[dict[str, Any]] = [{"use": "value-clip"}, {"use": "bradley-terry", "centering": 0.01}]
 COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs", "version", "chosen", "reward")
@@ -112,9 +114,10 @@ def of_loss(found: Any) -> dict[str, float]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_every_loss_has_one_value_one_gradient_and_one_set_of_metrics(
-    cluster, tiny_model_folder, tmp_path, head, split, layout
+    cluster, tiny_model_folder, tiny_models, tmp_path, head, split, layout
 ):
-    options = {"head": head, "layout": layout, "micro_batch_tokens": 40, "lr": 1e-6}
+    teacher = {"teacher": str(tiny_models("llama", seed=1))} if head == "lm" else {}
+    options = {**teacher, "head": head, "layout": layout, "micro_batch_tokens": 40, "lr": 1e-6}
     one, other = built(cluster, tmp_path, tiny_model_folder, "backend2", SPLITS[split], **options)
     try:
         for number, document in enumerate(LOSSES if head == "lm" else VALUE_LOSSES):
