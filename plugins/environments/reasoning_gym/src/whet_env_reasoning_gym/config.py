@@ -55,13 +55,13 @@ class ReasoningGymConfig:
     prompt: str = field(default="{question}", validator=template_with(("question",), ("question",)))
     """The prompt. `{question}` is replaced by the library's question."""
     threshold: float = field(default=0.0, validator=between(0, 1))
-    """The scores of many data sets lie between 0 and 1, and a wrong answer often scores a little. Above 0: the reward is
-    1 from this score on, else 0. 0: the reward is the score."""
+    """The scores of many data sets lie between 0 and 1, and a wrong answer often scores a little. Above 0: the reward
+    is 1 from this score on, else 0. 0: the reward is the score."""
     scorers: int = field(default=2, validator=between(1, PROCESSES))
     """Processes that make tasks and score answers, each in a sandbox. Each takes about 100 MiB."""
     task_seconds: float = field(default=60.0, validator=between(1, 3600))
     """Most time in which a task is made. It counts on the clock."""
-    limits: Limits = field(factory=lambda: Limits(memory_mib=1024))
+    limits: Limits = field(factory=lambda: Limits(cpu_seconds=2.0, memory_mib=1024))
     """Limits of one scoring. An answer that passes them scores 0."""
     sandbox: Selection = selection("sandboxes", "namespaces")
     """Where tasks are made and answers are scored. `namespaces` without `python` and `packages` shows what is installed

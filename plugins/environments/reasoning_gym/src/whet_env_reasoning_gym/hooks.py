@@ -20,7 +20,7 @@ def whet_environments() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Yield a problem for each data set that cannot be made here: no sandbox, no reasoning-gym, a wrong name or option."""
+    """Yield a problem for each data set that cannot be made here, e.g. because reasoning-gym is not installed."""
     from whet_env_reasoning_gym.environment import problem
 
     for path, sections in (

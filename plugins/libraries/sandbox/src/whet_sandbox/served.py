@@ -47,9 +47,7 @@ def is_installed(chosen: Selection, package: str) -> bool:
     """Return whether programs in a sandbox can import a package, as far as its folders show that without a start."""
     config = with_installed(chosen).config
     return not isinstance(config, NamespacesConfig) or any(
-        os.path.exists(os.path.join(folder, name))
-        for folder in config.packages
-        for name in (package, f"{package}.py")
+        os.path.exists(os.path.join(folder, name)) for folder in config.packages for name in (package, f"{package}.py")
     )
 
 
@@ -164,7 +162,7 @@ class _Process:
         self._turn.release()
 
     async def answer(self, session: Session, question: Mapping[str, Any], seconds: float) -> Any:
-        """Return the answer of the running process. Whatever goes wrong ends the process, so that it is started anew."""
+        """Return the answer of the running process. What goes wrong ends the process, and another one is started."""
         try:
             return json.loads((await session.ask(json.dumps(question).encode(), seconds)).line)
         except ValueError as error:

@@ -18,11 +18,12 @@ _PLAIN = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load,
     ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div,
 )  # fmt: skip
-_FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh exp log ln sqrt cbrt "
-    "root Abs abs sign erf erfc erfi gamma factorial binomial floor ceiling Min Max min max Pow Mul Add Rational "
-    "Integer Float int float round".split()
-)
+_MATHEMATICS = """
+sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh exp log ln sqrt cbrt root
+Abs abs sign erf erfc erfi gamma factorial binomial floor ceiling Min Max min max Pow Mul Add Rational Integer Float
+int float round
+"""
+_FUNCTIONS = frozenset(_MATHEMATICS.split())
 _WORD = re.compile(r"[A-Z]+")
 _TEXT_OR_PART = re.compile(r"""["'\\#]|\.\s*[^\W\d]|__""")
 _CALLED_RESULT = re.compile(r"[)\]}!]\s*\(")

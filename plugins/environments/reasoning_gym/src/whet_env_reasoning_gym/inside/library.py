@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 16
 PR_SET_DUMPABLE = 4
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - it says what happened
     """A data set cannot be made as the config wants it."""
 
 
@@ -61,9 +61,7 @@ class Library:
     """The data sets of all splits."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self._sets = {
-            split: made(setup["dataset"], setup["config"], **one) for split, one in setup["splits"].items()
-        }
+        self._sets = {split: made(setup["dataset"], setup["config"], **one) for split, one in setup["splits"].items()}
         self._name, self._limits = setup["dataset"], setup["limits"]
         self._entries = OrderedDict[tuple[str, int], dict[str, Any]]()
 
@@ -95,14 +93,16 @@ class Library:
             os.close(reads)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            _, status, used = os.wait4(child, 0)
         if told is None:
-            return {"stopped": f"no score within {self._limits['wall_seconds']:g} s"}
+            return {
+                "stopped": f"no score within {self._limits['wall_seconds']:g} s, {used.ru_utime:.1f} of them at work"
+            }
         try:
             outcome = json.loads(told)
             found = {"score": float(outcome["score"])} if "score" in outcome else {"raised": str(outcome["raised"])}
         except (ValueError, KeyError, TypeError, RecursionError):
-            return {"stopped": f"the scorer ended without a score, exit code {status}"}
+            return {"stopped": f"the scorer ended without a score: {os.waitstatus_to_exitcode(status)}"}
         return {**found, "refused": refused}
 
     def _source(self, entry: dict[str, Any]) -> str:
