@@ -126,7 +126,8 @@ LIBRARIES = ("reasoning-gym==0.1.25", "gymnasium==1.4.0", "mcp==2.3.0", "websock
 def adapters(session: nox.Session) -> None:
     """Train two steps and evaluate on environments of other libraries, unmodified; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
-    session.run("pytest", "-n", "0", "tests/adapters", *session.posargs, env=ONE_THREAD)
+    plugins = ("plugins/environments/reasoning_gym", "plugins/environments/gymnasium")
+    session.run("pytest", "-n", "0", "tests/adapters", *plugins, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

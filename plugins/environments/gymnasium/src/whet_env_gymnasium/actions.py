@@ -33,7 +33,7 @@ class Actions:
         return "numbers, separated by spaces" if self.kind == "numbers" else "any text"
 
     def read(self, text: str) -> Any:
-        """Return the action of a response, as the environment takes it. Raises `ValueError` with words for the model."""
+        """Return the action of a response, for the environment. Raises `ValueError` with words for the model."""
         before, closing, _ = text.rpartition(_CLOSING)
         _, opening, found = before.rpartition(_OPENING)
         if not (opening and closing):
