@@ -60,9 +60,13 @@ gymnasium.register("Own-v0", Own)
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, Any]:
     """Settings with which games import a module of one's own."""
-    (tmp_path / "own_game.py").write_text(OWN)
+    (tmp_path / "packages").mkdir()  # pytest's own folder is closed to other users, and sandboxes run as one
+    (tmp_path / "packages" / "own_game.py").write_text(OWN)
     installed = with_installed(config(id="x").sandbox).config.packages
-    return {"id": "own_game:Own-v0", "sandbox": {"use": "namespaces", "packages": [*installed, str(tmp_path)]}}
+    return {
+        "id": "own_game:Own-v0",
+        "sandbox": {"use": "namespaces", "packages": [*installed, str(tmp_path / "packages")]},
+    }
 
 
 def config(**settings: Any) -> GymnasiumConfig:

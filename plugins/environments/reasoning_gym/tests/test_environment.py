@@ -155,9 +155,10 @@ def test_a_system_message_is_the_librarys_or_ones_own():
 
 
 def test_a_library_that_cannot_start_is_infrastructure_and_no_score(tmp_path):
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise OSError('the disk is full')\n")
-    environment = ReasoningGym(config(dataset="gcd", sandbox={"use": "namespaces", "packages": [str(tmp_path)]}))
+    package = tmp_path / "packages" / "reasoning_gym"  # pytest's own folder is closed to sandboxes
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise OSError('the disk is full')\n")
+    environment = ReasoningGym(config(dataset="gcd", sandbox={"use": "namespaces", "packages": [str(package.parent)]}))
     with pytest.raises(SandboxBroken, match="the disk is full"):
         environment.tasks("test")
     environment.close()

@@ -17,18 +17,19 @@ HALF = 1 << 31
 """The seeds of `test` begin this far behind those of `train`. Both together fit into 32 bits, as NumPy wants them."""
 
 
-def _usable(instance: object, attribute: "Attribute[Any]", value: str) -> None:
+def _usable(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if value in UNUSABLE:
         raise ValueError(f"is {value!r}, which cannot be used: {UNUSABLE[value]}")
 
 
-def _own_options(instance: object, attribute: "Attribute[Any]", value: dict[str, Any]) -> None:
+def _own_options(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     for name, instead in (("seed", "seed"), ("size", "train_tasks and test_tasks")):
         if name in value:
             raise ValueError(f"sets {name!r}, which the environment sets; use {instead} beside `config`")
     entries = value.get("datasets")
     for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, dict) and (name := entry.get("name")) in UNUSABLE:
+        name = str(entry.get("name")) if isinstance(entry, dict) else ""
+        if name in UNUSABLE:
             raise ValueError(f"names {name!r}, which cannot be used: {UNUSABLE[name]}")
 
 
@@ -36,7 +37,7 @@ def _own_options(instance: object, attribute: "Attribute[Any]", value: dict[str,
 class ReasoningGymConfig:
     """The tasks of a data set of reasoning-gym. Its own scorer scores the answers, in a sandbox."""
 
-    dataset: str = field(validator=[validators.min_len(1), _usable])
+    dataset: str = field(validator=validators.and_(validators.min_len(1), _usable))
     """The data set by its name in reasoning-gym, e.g. `countdown`; or `composite`, a mixture."""
     config: dict[str, Any] = field(factory=dict, validator=_own_options)
     """The data set's own options, e.g. `{min_numbers: 3, max_numbers: 4}`. For `composite`:

@@ -100,7 +100,9 @@ class Library:
             }
         try:
             outcome = json.loads(told)
-            found = {"score": float(outcome["score"])} if "score" in outcome else {"raised": str(outcome["raised"])}
+            found: dict[str, Any] = (
+                {"score": float(outcome["score"])} if "score" in outcome else {"raised": str(outcome["raised"])}
+            )
         except (ValueError, KeyError, TypeError, RecursionError):
             return {"stopped": f"the scorer ended without a score: {os.waitstatus_to_exitcode(status)}"}
         return {**found, "refused": refused}
@@ -131,7 +133,7 @@ def become_scorer(
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        outcome = {"score": float(data.score_answer(answer=answer, entry=entry))}
+        outcome: dict[str, Any] = {"score": float(data.score_answer(answer=answer, entry=entry))}
     except BaseException as error:
         outcome = {"raised": f"{type(error).__name__}: {error!s:.300}"}
     os.write(writes, json.dumps(outcome).encode()[:MOST_BYTES])
