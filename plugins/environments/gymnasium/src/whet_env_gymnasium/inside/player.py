@@ -65,10 +65,9 @@ class Player:
     def facts(self) -> dict[str, Any]:
         """Return what the driver must know of the environment."""
         spec = self._idle[0].spec
-        least = getattr(self._space, "start", 0)
-        count = int(self._space.n) if self._kind == "choice" else 0
+        first, count = (int(self._space.start), int(self._space.n)) if self._kind == "choice" else (0, 0)
         threshold = None if spec is None else spec.reward_threshold
-        return {"kind": self._kind, "first": int(least), "count": count, "threshold": threshold}
+        return {"kind": self._kind, "first": first, "count": count, "threshold": threshold}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a question."""
