@@ -22,11 +22,16 @@ class TestGymnasium(EnvironmentContract):
     mentions_win = True  # the last action counts
     gold_samples = 2
 
-    @pytest.fixture(autouse=True)
-    def library(self):
-        pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    @pytest.fixture(scope="class")
+    @classmethod
+    def environment(cls):
+        """One environment for all rules: its processes take a second to start."""
+        environment = cls().make()
+        yield environment
+        environment.close()
 
     def make(self):
+        pytest.importorskip("gymnasium", reason="gymnasium is not installed")
         settings = {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "test_tasks": 4, "processes": 1}
         return Gymnasium(structure(settings, GymnasiumConfig, load_plugins()))
 

@@ -21,11 +21,16 @@ class TestReasoningGym(EnvironmentContract):
     mentions_win = True  # the library takes the last answer, and scores one that holds the right one in part
     gold_samples = 4
 
-    @pytest.fixture(autouse=True)
-    def library(self):
-        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    @pytest.fixture(scope="class")
+    @classmethod
+    def environment(cls):
+        """One environment for all rules: its processes take a second to start."""
+        environment = cls().make()
+        yield environment
+        environment.close()
 
     def make(self):
+        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
         settings = {"dataset": "chain_sum", "train_tasks": 1000, "test_tasks": 8, "scorers": 1}
         return ReasoningGym(structure(settings, ReasoningGymConfig, load_plugins()))
 

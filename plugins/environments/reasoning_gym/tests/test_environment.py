@@ -59,7 +59,11 @@ def test_tasks_and_scores_are_the_librarys_own(mixed):
             assert task.prompt[-1].text == entry["question"]
             assert task.data["answer"] == str(entry["answer"])
             for answer in (str(entry["answer"]), "[[1, 0], [0, 1]]", "12"):
-                assert played(mixed, task, answer)[0]["score"] == data.score_answer(answer=answer, entry=entry)
+                try:
+                    score = data.score_answer(answer=answer, entry=entry)
+                except ValueError:  # prime_factorization wants numbers
+                    score = 0.0
+                assert played(mixed, task, answer)[0]["score"] == score
 
 
 @pytest.mark.parametrize("source", EVALUATING)

@@ -15,9 +15,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any, Final, TypeVar
 
 from attrs import evolve
@@ -97,13 +97,12 @@ class Served:
         with self._lock:
             self._closed = True
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        self._sandbox.close()
         if loop is not None and thread is not None:
-            with suppress(RuntimeError):
-                asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
+            asyncio.run_coroutine_threadsafe(self._ended(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+        self._sandbox.close()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
@@ -127,6 +126,14 @@ class Served:
         async with process:
             await self._started(process)
             return process.greeting
+
+    async def _ended(self) -> None:
+        others = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+        for one in others:
+            one.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for process in self._processes:
+            await process.end()
 
     async def _started(self, process: "_Process") -> Session:
         """Return the session of a process that runs."""
@@ -166,13 +173,14 @@ class _Process:
         try:
             return json.loads((await session.ask(json.dumps(question).encode(), seconds)).line)
         except ValueError as error:
-            await self._end()
+            await self.end()
             raise SandboxBroken(f"a library in a sandbox answered no JSON: {error}") from error
         except BaseException:  # also where the caller is cancelled: the answer would be taken for the next one's
-            await self._end()
+            await self.end()
             raise
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
+        """End the process."""
         self.session = None
         await self.stack.aclose()
 
@@ -182,10 +190,3 @@ def ended(error: ProgramEnded) -> str:
     result = error.result
     words = result.stderr.strip()[-_LAST_WORDS:]
     return f"it ended by {result.why!r}, exit code {result.exit}" + (f": {words}" if words else "")
-
-
-async def _cancel_all() -> None:
-    others: Sequence[asyncio.Task[Any]] = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-    for one in others:
-        one.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
