@@ -173,7 +173,7 @@ def problem(config: GymnasiumConfig) -> tuple[str, str] | None:
         return "sandbox", f"no game can be played in the sandbox {chosen.component.name!r} on this machine: {reason}"
     if not is_installed(chosen, "gymnasium"):
         return "use", "Gymnasium is not installed where the sandbox looks; run `pip install gymnasium`"
-    key = repr(config)
+    key = repr((config.id, config.options, config.actions, config.observation, config.show, chosen))
     if key not in _REFUSALS:
         environment = Gymnasium(evolve(config, processes=1))
         try:

@@ -142,7 +142,7 @@ def problem(config: ReasoningGymConfig) -> tuple[str, str] | None:
         return "sandbox", f"no answer can be scored in the sandbox {chosen.component.name!r} on this machine: {reason}"
     if not is_installed(chosen, "reasoning_gym"):
         return "use", "reasoning-gym is not installed where the sandbox looks; run `pip install reasoning-gym`"
-    return _refusal(repr(config), config)
+    return _refusal(repr((config.dataset, config.config, config.system, chosen)), config)
 
 
 _REFUSALS: dict[str, tuple[str, str] | None] = {}
