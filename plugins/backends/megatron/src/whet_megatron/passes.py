@@ -16,12 +16,14 @@ from torch import Tensor
 
 from whet_megatron.feed import Feed
 from whet_megatron.model import HeldModel
-from whet_ops.head_outputs import head_outputs
+from whet_ops.head_outputs import divergences, head_outputs
 from whet_ops.vocabulary import WHOLE, Vocabulary
 from whet_training.outputs import spread
 from whet_training.ranks import clock
 
 Outputs = dict[str, Tensor]
+Teacher = dict[str, Tensor]
+"""What divergences need of a teacher: its hidden states `hidden` [m, H'] at this rank's targets, its head `weight`."""
 Finish = Callable[[int, Outputs], Tensor | None]
 """(number of the pass, outputs in the order of its micro-batch: [N] or [N, K]) -> the objective, or None."""
 
@@ -33,20 +35,22 @@ class Head:
     model: HeldModel
     chunk: int
 
-    def outputs(self, feed: Feed, hidden: Tensor, names: Sequence[str]) -> Outputs:
+    def outputs(self, feed: Feed, hidden: Tensor, names: Sequence[str], teacher: Teacher | None = None) -> Outputs:
         """Return the wanted outputs of a micro-batch in its order. hidden [rows, tokens, H], as Megatron returns it."""
-        at = self._read(feed, hidden)
+        at = self.read(feed, hidden)
         if self.model.value:
             found = {"values": (at @ self.model.head.T.to(at.dtype))[:, 0].float()}
         else:
-            weight, rows = self._rows()
+            weight, rows = self.rows()
             terms = {"temperature": feed.temperature, "vocabulary": rows, "chunk": self.chunk}
             found = head_outputs(names, at, weight, feed.targets, feed.ids, terms)
+            if teacher is not None:
+                found |= divergences(names, at, weight, teacher, terms)
         if feed.gathering is not None:
             found = {name: feed.gathering.gather(values) for name, values in found.items()}
         return spread(found, feed.where, feed.count)
 
-    def _read(self, feed: Feed, hidden: Tensor) -> Tensor:
+    def read(self, feed: Feed, hidden: Tensor) -> Tensor:
         """Return the hidden states at the places that are read: [m, H]."""
         hidden = hidden.transpose(0, 1).contiguous()
         if self.model.config.sequence_parallel:
@@ -57,7 +61,7 @@ class Head:
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
         return rows.to(self.model.dtype)  # Megatron makes the last stage's result float32
 
-    def _rows(self) -> tuple[Tensor, Vocabulary]:
+    def rows(self) -> tuple[Tensor, Vocabulary]:
         """Return this rank's rows of the head without padding, and which rows of the vocabulary they are.
 
         Padding would have logit 0 and take part in the softmax.
@@ -81,8 +85,36 @@ class Passes:
     forward_seconds: float = 0.0
     """Seconds that this rank spent in forward passes and losses."""
 
-    def run(self, feeds: Sequence[Feed], names: Sequence[str], finish: Finish, *, backward: bool) -> None:
-        """Run forward passes, and backward passes of what `finish` returns. `finish` is called on the last stage."""
+    def run(
+        self, feeds: Sequence[Feed], names: Sequence[str], finish: Finish, *, backward: bool,
+        teachers: Sequence[Teacher] = (),
+    ) -> None:  # fmt: skip
+        """Run forward passes, and backward passes of what `finish` returns. `finish` is called on the last stage.
+
+        `teachers`: of each pass what a teacher computed, on the last stage, if outputs are wanted that need it.
+        """
+
+        def close(number: int, hidden: Tensor) -> Tensor | None:
+            teacher = teachers[number] if teachers else None
+            return finish(number, self.head.outputs(feeds[number], hidden, names, teacher))
+
+        self._run(feeds, close, backward=backward)
+
+    def taught(self, feeds: Sequence[Feed]) -> list[Teacher]:
+        """Return what divergences need of this model, the teacher, for each pass. On other stages than the last: none.
+
+        All passes of a teacher come before those of the model that learns, because a pipeline takes one model.
+        """
+        found: list[Teacher] = []
+
+        def close(number: int, hidden: Tensor) -> None:
+            found.append({"hidden": self.head.read(feeds[number], hidden), "weight": self.head.rows()[0]})
+
+        self._run(feeds, close, backward=False)
+        return found
+
+    def _run(self, feeds: Sequence[Feed], close: Callable[[int, Tensor], Tensor | None], *, backward: bool) -> None:
+        """Run Megatron's schedule. `close` gets the hidden states of each pass on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         model = self.head.model
@@ -91,7 +123,7 @@ class Passes:
         numbered = [iter(enumerate(feeds)) for _ in stages]
         with nullcontext() if backward else torch.no_grad():
             get_forward_backward_func()(
-                forward_step_func=self._step(names, finish),
+                forward_step_func=self._step(close),
                 data_iterator=numbered if len(stages) > 1 else numbered[0],
                 model=stages if len(stages) > 1 else stages[0],
                 num_microbatches=len(feeds),
@@ -105,7 +137,7 @@ class Passes:
         nothing = hidden.sum() * 0.0
         return nothing if len(feed.where) else nothing + self.head.model.head.sum() * 0.0
 
-    def _step(self, names: Sequence[str], finish: Finish) -> Callable[[Any, Any], Any]:
+    def _step(self, close: Callable[[int, Tensor], Tensor | None]) -> Callable[[Any, Any], Any]:
         """Return what Megatron's schedules call for one pass of one stage."""
 
         def step(feeds: Any, stage: Any) -> Any:
@@ -116,13 +148,13 @@ class Passes:
             )
             self.forward_seconds += clock(self.device) - begun
 
-            def close(hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+            def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
                 begun = clock(self.device)
-                objective = finish(number, self.head.outputs(feed, hidden, names))
+                objective = close(number, hidden)
                 value = self._anchor(feed, hidden) + (0.0 if objective is None else objective)
                 self.forward_seconds += clock(self.device) - begun
                 return value, torch.zeros((), dtype=torch.int, device=self.device), {}
 
-            return hidden, close
+            return hidden, finish
 
         return step
