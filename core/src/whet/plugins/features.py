@@ -15,6 +15,7 @@ from whet.plugins.catalog import catalog, install_words
 READER = ("whet.data", "data-files", "data files are read")
 PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
 RESPONSES = ("whet.responses", "responses", "responses are read")
+RECORDER = ("whet.recorders", "token-record", "rollouts are recorded token by token")
 FORECAST = ("whet.forecasts", "memory-forecast", "the peaks of memory are predicted")
 """The entry-point group of a feature, the word for it in the catalog, and what it does."""
 
@@ -35,6 +36,17 @@ def reader() -> DataReader:
 def responses() -> Callable[[Chat], ResponseReader] | None:
     """Return what makes the reader of a chat's responses. None: no installed distribution brings one."""
     return None if _missing(*RESPONSES) else _load("", *RESPONSES)
+
+
+def missing_recorder() -> str:
+    """Return why no tokens are recorded and what to install, as the end of a sentence. Empty: they are."""
+    return _missing(*RECORDER)
+
+
+def load_recorder() -> Callable[..., Any]:
+    """Return what builds the recorder of tokens. Raises `PluginError` with what to install."""
+    made: Callable[..., Any] = _load("no tokens are recorded", *RECORDER)
+    return made
 
 
 def missing_probe() -> str:
