@@ -117,7 +117,7 @@ COMPONENTS = {name for names in CATALOG["components"].values() for name in names
 PLAIN = {
     "arithmetic", "calculator", "code", "config", "console", "data", "demo", "distill", "env", "eval", "export",
     "hinge", "jsonl", "judge", "math", "memory", "new", "plot", "plugins", "recipe", "reinforce", "report",
-    "tensorboard",
+    "schema", "serve", "tensorboard",
 }  # fmt: skip
 """Names of components and commands that core also uses as words of English or as formats."""
 ELSEWHERE = {"ray"}  # until its launcher has left core

@@ -63,7 +63,7 @@ def test_items_are_messages() -> None:
     calls = (Call("c1", "add", '{"a": 3}'), Call("c2", "add", "{}"))
     assert responses(input=items, instructions="count").prompt == (
         Message("system", "count"), Message("system", "be brief"), Message("user", (Text("3+"), Text("4?"))),
-        Message("assistant", "<think>\nhm\n</think>\n\nwait", calls), Message("tool", "7", answers="c1"),
+        Message("assistant", "wait", calls, reasoning="hm"), Message("tool", "7", answers="c1"),
         Message("tool", "8", answers="c2"),
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ def test_blocks_are_messages() -> None:
     asked = messages(messages=talk, system=[{"type": "text", "text": "be brief"}], tools=[TOOL], stop_sequences=["END"])
     assert asked.prompt == (
         Message("system", "be brief"), Message("user", "3+4?"),
-        Message("assistant", "<think>\nhm\n</think>\n\nwait", (Call("c1", "add", '{"a": 3}'),)),
+        Message("assistant", "wait", (Call("c1", "add", '{"a": 3}'),), reasoning="hm"),
         Message("tool", "7", answers="c1"), Message("user", "so?"),
     )  # fmt: skip
     assert (asked.sampling.max_tokens, asked.stops, asked.reads_calls) == (50, ("END",), True)
@@ -191,6 +191,14 @@ def test_the_memory_of_responses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 # Episodes over HTTP
 
 Agent = Callable[["Client"], Awaitable[Any]]
+
+
+class ThinkChat(AltChat):
+    """A template that drops the reasoning of earlier turns, as that of Qwen 3."""
+
+    def render(self, conversation: Any, *, generation_prompt: bool = False) -> str:
+        kept = [evolve(m, content=m.text.rpartition("</think>")[2].lstrip()) for m in conversation]
+        return super().render(tuple(kept), generation_prompt=generation_prompt)
 
 
 class Client:
@@ -296,8 +304,27 @@ def test_a_conversation_goes_on_whether_reasoning_comes_back_or_not(back: str) -
         kept = first["output"] if back == "with its reasoning" else first["output"][1:]
         await client.post("/responses", {"input": [*HELLO, *kept, {"role": "user", "content": "b"}]})
 
-    (one,) = play(agent, AltTokens(["<think>hm</think>\n\n7", "two"]), AltChat()).trajectories
+    (one,) = play(agent, AltTokens(["<think>hm</think>\n\n7", "two"]), ThinkChat()).trajectories
     assert one.tokens[one.loss_mask].tolist() == [*alt("<think>hm</think>\n\n7"), *alt("two")]
+
+
+def test_reasoning_is_a_field_of_its_own_in_chat_and_hidden_in_messages_unless_it_is_asked_for() -> None:
+    async def agent(client: Client) -> None:
+        _, chat, _ = await client.post("/chat/completions", {"messages": HELLO})
+        message = chat["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "7")
+        for back in (message, {"role": "assistant", "content": "<think>hm</think>7"}):
+            talk = [*HELLO, back, {"role": "user", "content": "b"}]
+            await client.post("/chat/completions", {"messages": talk, "stream": True})
+        _, blocks, _ = await client.post("/messages", {"max_tokens": 200, "messages": HELLO})
+        assert blocks["content"] == [{"type": "text", "text": "7"}]
+        _, stream, _ = await client.post("/messages", {"max_tokens": 200, "messages": HELLO, "stream": True})
+        assert "hm" not in json.dumps(stream)
+
+    said = "<think>hm</think>7"
+    first, *others = play(agent, AltTokens([said, "one", "two", said, said]), ThinkChat()).trajectories
+    assert first.tokens[first.loss_mask].tolist() == [*alt(said), *alt("one")]
+    assert others[0].tokens[others[0].loss_mask].tolist() == alt("two"), "a fork of the first"
 
 
 def test_of_two_responses_with_one_text_the_reasoning_that_comes_back_decides() -> None:
@@ -307,7 +334,7 @@ def test_of_two_responses_with_one_text_the_reasoning_that_comes_back_decides() 
         assert first[1]["content"] == other[1]["content"]
 
     said = ["<think>a</think>7", "<think>b</think>7", "end"]
-    first, other = play(agent, AltTokens(said), AltChat()).trajectories
+    first, other = play(agent, AltTokens(said), ThinkChat()).trajectories
     assert first.tokens[first.loss_mask].tolist() == [*alt(said[0]), *alt("end")]
     assert other.tokens[other.loss_mask].tolist() == alt(said[1])
 
@@ -461,7 +488,7 @@ def test_openais_client_reads_responses_whole_and_streamed() -> None:
             assert kinds.count("response.output_text.delta") > 1
             assert kinds[-1] == "response.completed"
 
-    play(agent, FakeGenerator(f"<think>hm</think>\n\nwait {CALL}"))
+    play(agent, FakeGenerator(f"<think>hm</think>\n\nwait {CALL}"), ThinkChat())
 
 
 def test_anthropics_client_reads_messages_whole_and_streamed() -> None:
@@ -486,4 +513,4 @@ def test_anthropics_client_reads_messages_whole_and_streamed() -> None:
             with pytest.raises(anthropic.BadRequestError, match="top_k"):
                 await asking.messages.create(**common, extra_body={"top_k": 1})
 
-    play(agent, FakeGenerator(f"<think>hm</think>\n\nwait {CALL}"))
+    play(agent, FakeGenerator(f"<think>hm</think>\n\nwait {CALL}"), ThinkChat())

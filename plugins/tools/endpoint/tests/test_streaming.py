@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from whet.data.messages import Message
 from whet.data.records import Completion, Sampling
 from whet_endpoint.chat import read_chat
-from whet_endpoint.reasoning import parts, split, split_running, whole
+from whet_endpoint.reading import read_choice, shape_of, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.streaming import RunningText
-from whet_endpoint.tool_calls import read_choice
 from whet_testing.fakes import ByteChat
 
 RULES = Rules(Sampling(max_tokens=500, stop_tokens=ByteChat.stop_tokens), fixed=True)
@@ -19,14 +19,26 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 
 
-def asked(*, reasoning: bool = False, **fields: Any) -> ApiRequest:
-    request = read_chat({"messages": [{"role": "user", "content": "hello"}], **fields}, RULES)
-    return evolve(request, splits_reasoning=reasoning)
+class ThinkChat(ByteChat):
+    """A template that drops the reasoning of earlier turns, as that of Qwen 3."""
+
+    def render(self, conversation: Any, *, generation_prompt: bool = False) -> str:
+        kept = [evolve(m, content=m.text.rpartition("</think>")[2].lstrip()) for m in conversation]
+        return super().render(tuple(kept), generation_prompt=generation_prompt)
 
 
-def streamed(request: ApiRequest, text: str, at_a_time: int) -> tuple[list[tuple[bool, str]], Any]:
+CHATS = {"plain": ByteChat(), "thinking": ThinkChat()}
+
+
+def asked(**fields: Any) -> ApiRequest:
+    return read_chat({"messages": [{"role": "user", "content": "hello"}], **fields}, RULES)
+
+
+def streamed(
+    request: ApiRequest, text: str, at_a_time: int, chat: ByteChat = CHATS["plain"]
+) -> tuple[list[tuple[bool, str]], Any]:
     """Return the pieces of a text that arrives some bytes at a time, and the whole choice."""
-    chat, tokens = ByteChat(), np.append(ByteChat().encode(text), ByteChat.stop_tokens)
+    tokens = np.append(chat.encode(text), chat.stop_tokens)
     running, pieces = RunningText(request, chat), list[Any]()
     for begin in range(0, len(tokens), at_a_time):
         pieces += running.add(tokens[begin : begin + at_a_time])
@@ -37,7 +49,7 @@ def streamed(request: ApiRequest, text: str, at_a_time: int) -> tuple[list[tuple
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}, {"stop": ["END", "\n\n"]}])
 @pytest.mark.parametrize(
     "text",
@@ -51,14 +63,12 @@ def streamed(request: ApiRequest, text: str, at_a_time: int) -> tuple[list[tuple
         "no call: <tool_ and <tool_call>{damaged</tool_call>",
         "the EN and then END of it\n\nall",
         "  spaces around  ",
-        "< not a tag, </think> neither",
+        "< not a tag, <think neither",
         "",
     ],
 )
-def test_pieces_add_up_to_the_whole_however_they_arrive(
-    text: str, fields: Any, reasoning: bool, at_a_time: int
-) -> None:
-    pieces, choice = streamed(asked(reasoning=reasoning, **fields), text, at_a_time)
+def test_pieces_add_up_to_the_whole_however_they_arrive(text: str, fields: Any, chat: str, at_a_time: int) -> None:
+    pieces, choice = streamed(asked(**fields), text, at_a_time, CHATS[chat])
     assert "".join(text for reasons, text in pieces if not reasons) == choice.text
     assert "".join(text for reasons, text in pieces if reasons) == choice.reasoning
     assert all(text for _, text in pieces)
@@ -83,19 +93,18 @@ def test_a_call_is_not_shown_as_text() -> None:
     assert [(call.name, call.arguments) for call in choice.calls] == [("add", '{"a": 3}')]
 
 
-def test_reasoning_is_parted_from_the_text() -> None:
-    assert split("<think>\nhm\n</think>\n\n7") == ("hm", "7")
-    assert split("hm\n</think>\n7", inside=True) == ("hm", "7")
-    assert split("7 </think> 8") == ("", "7 </think> 8")
-    assert split("<think>hm") == ("hm", "")
-    assert parts(whole("hm", "7")) == ("hm", "7")
-    assert whole("", "7") == "7"
+def test_reasoning_is_what_the_template_drops_and_comes_apart() -> None:
+    tags = shape_of(CHATS["thinking"]).format.reasoning
+    assert tags is not None
+    assert (tags.open, tags.close, tags.opened) == ("<think>", "</think>", False)
+    assert shape_of(CHATS["plain"]).format.reasoning is None
+    pieces, choice = streamed(asked(), "<think>\nhm\n</think>\n\n7", 1, CHATS["thinking"])
+    assert (choice.reasoning, choice.text) == ("hm", "7")
+    assert pieces == [(True, "h"), (True, "m"), (False, "7")]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("text", ["<think>hm 3</think>\n\n7 </think> 8", "hm </th </think>\n 7", "<thi", "x<think>"])
-def test_running_reasoning_is_a_beginning_of_the_whole(text: str, inside: bool) -> None:
-    final = split(text, inside)
-    for end in range(len(text) + 1):
-        for begun, all_of_it in zip(split_running(text[:end], inside), final, strict=True):
-            assert all_of_it.startswith(begun), (text[:end], begun, all_of_it)
+@pytest.mark.parametrize("text", ["<think>\nhm\n</think>\n\n7", "hm</think>7", "<think>hm"])
+def test_reasoning_that_comes_back_within_the_text_is_found(text: str) -> None:
+    found = without_tags(Message("assistant", text))
+    assert (found.reasoning, found.text) == ("hm", "" if text == "<think>hm" else "7")
+    assert without_tags(Message("assistant", "7")) == Message("assistant", "7")

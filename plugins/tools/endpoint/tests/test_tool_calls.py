@@ -15,7 +15,6 @@ from whet.data.chat import ChatTokenizer  # noqa: E402
 from whet.data.messages import Call, Message  # noqa: E402
 from whet.data.records import Episode, Sampling, Task  # noqa: E402
 from whet.interfaces.environment import Model  # noqa: E402
-from whet.rollout.episode import EpisodeFailed  # noqa: E402
 from whet.rollout.recorded import Assignment  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
 from whet_testing.fakes import FakeGenerator, FakeModel  # noqa: E402
@@ -192,7 +191,7 @@ def test_a_model_that_knows_no_tools_refuses_them_and_the_episode_goes_on(tiny_m
     assert play(agent, FakeGenerator("yes", chat), chat).turns == 1
 
 
-def test_a_template_that_rewrites_history_with_tools_fails_the_episode(tiny_model_folder: Path) -> None:
+def test_a_template_that_rewrites_history_with_tools_begins_another_sequence(tiny_model_folder: Path) -> None:
     forgetful = TEMPLATE.replace("{{ m.content or '' }}", "{{ '' if m.role == 'assistant' else m.content }}")
     chat = ChatTokenizer(tiny_model_folder, forgetful)
 
@@ -200,8 +199,8 @@ def test_a_template_that_rewrites_history_with_tools_fails_the_episode(tiny_mode
         (choice,) = (await ask([HELLO])).choices
         await ask([HELLO, choice.message, {"role": "tool", "content": "7", "tool_call_id": "1"}])
 
-    with pytest.raises(EpisodeFailed, match="rewrites history"):
-        play(agent, FakeGenerator(CALL, chat), chat)
+    first, second = play(agent, FakeGenerator(CALL, chat), chat).trajectories
+    assert [chat.decode(t.tokens[t.loss_mask]) for t in (first, second)] == [CALL, CALL]
 
 
 def test_a_stream_of_calls_adds_up_for_openais_client() -> None:

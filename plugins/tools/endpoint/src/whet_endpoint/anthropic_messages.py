@@ -19,7 +19,6 @@ from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
 from whet_endpoint.messages import is_text, read_call, refuse_last_assistant
-from whet_endpoint.reasoning import whole
 from whet_endpoint.requests import FREELY, MODEL, ApiRequest, Fields, Rules
 from whet_endpoint.streaming import Piece
 
@@ -48,7 +47,7 @@ class MessagesDialect:
         tokens = fields.flag("return_token_ids")
         fields.rest()
         return evolve(
-            request, tools=tools, reads_calls=called, splits_reasoning=thinking != "disabled", show_tokens=tokens,
+            request, tools=tools, reads_calls=called, show_reasoning=thinking != "disabled", show_tokens=tokens,
             ignored=fields.ignored,
         )  # fmt: skip
 
@@ -58,7 +57,7 @@ class MessagesDialect:
         tokens = {"prompt_token_ids": choice.prompt.tolist(), "token_ids": choice.completion.tokens.tolist()}
         return {
             **_begun(name),
-            "content": list(_blocks(choice)),
+            "content": list(_blocks(choice, request.show_reasoning)),
             **_ended(choice),
             "usage": {**_NO_USAGE, "input_tokens": len(choice.prompt), "output_tokens": len(choice.completion.tokens)},
             "weight_versions": versions(choice),
@@ -67,7 +66,7 @@ class MessagesDialect:
 
     def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> "MessagesWriter":
         """Return the writer of a stream."""
-        return MessagesWriter(name)
+        return MessagesWriter(name, request.show_reasoning)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error as JSON."""
@@ -77,8 +76,8 @@ class MessagesDialect:
 class MessagesWriter:
     """Writes a stream of events. Obeys `whet_endpoint.dialects.Writer`."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._open, self._index = name, "", -1
+    def __init__(self, name: str, show_reasoning: bool) -> None:
+        self._name, self._shows, self._open, self._index = name, show_reasoning, "", -1
 
     def begin(self) -> bytes:
         """Return the event that begins a message. The length of the prompt is known at its end."""
@@ -86,6 +85,8 @@ class MessagesWriter:
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
         """Return the event of a piece, after those that begin its block."""
+        if piece.reasons and not self._shows:
+            return b""
         kind = THINKING if piece.reasons else TEXT
         return self._block(kind) + self._delta(f"{kind}_delta", **{kind: piece.text})
 
@@ -147,10 +148,10 @@ def _ended(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if choice.stop else "end_turn", "stop_sequence": choice.stop or None}
 
 
-def _blocks(choice: Choice) -> Iterator[dict[str, Any]]:
-    if choice.reasoning:
+def _blocks(choice: Choice, show_reasoning: bool) -> Iterator[dict[str, Any]]:
+    if choice.reasoning and show_reasoning:
         yield {"type": THINKING, THINKING: choice.reasoning, "signature": ""}
-    if choice.text or not (choice.calls or choice.reasoning):
+    if choice.text or not (choice.calls or (choice.reasoning and show_reasoning)):
         yield {"type": TEXT, TEXT: choice.text}
     for call in choice.calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
@@ -174,7 +175,7 @@ def _read(value: Any) -> Conversation:
         messages = tuple(message for item in value for message in _messages(item))
     except DataError as error:
         raise ApiError(400, str(error), "messages") from error
-    if not all(is_text(message.text) for message in messages):
+    if not all(is_text(message.text + message.reasoning) for message in messages):
         raise ApiError(400, "a message has half a character (a lone surrogate)", "messages")
     refuse_last_assistant(messages, "messages")
     return messages
@@ -219,7 +220,7 @@ def _assistant(blocks: list[Any]) -> Message:
             thoughts.append(_text("messages", block.get(THINKING)))
         elif kind != "redacted_thinking":
             texts.append(_text("messages", [block]))
-    return Message("assistant", whole("\n\n".join(thoughts), "".join(texts)), tuple(calls))
+    return Message("assistant", "".join(texts), tuple(calls), reasoning="\n\n".join(thoughts))
 
 
 def _part(block: dict[str, Any]) -> dict[str, Any]:

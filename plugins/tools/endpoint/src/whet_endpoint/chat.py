@@ -46,9 +46,9 @@ class ChatDialect:
         """Return an error as JSON."""
         return openai_error(error)
 
-    def content(self, text: str) -> dict[str, Any]:
-        """Return a piece of text as a part of a choice."""
-        return {"delta": {"content": text}}
+    def content(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece as a part of a choice."""
+        return {"delta": {"reasoning_content" if piece.reasons else "content": piece.text}}
 
     def head(self) -> dict[str, Any] | None:
         """Return what begins a choice of a stream; None: nothing does."""
@@ -81,6 +81,8 @@ class ChatDialect:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
             message = {**message, "content": choice.text or None, "tool_calls": _calls(choice)}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         return {"message": message}
 
 
@@ -93,9 +95,9 @@ class TextDialect(ChatDialect):
         """Return the request in a body of `/v1/completions`. Raises `ApiError`."""
         return read_text(body, rules)
 
-    def content(self, text: str) -> dict[str, Any]:
-        """Return a piece of text as a part of a choice."""
-        return {"text": text}
+    def content(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece as a part of a choice."""
+        return {"text": piece.text}
 
     def head(self) -> dict[str, Any] | None:
         """Return None: nothing begins a choice."""
@@ -136,7 +138,7 @@ class ChatWriter:
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
         """Return the chunk of a piece of text."""
-        return self._chunk(index, self.dialect.content(piece.text), tokens)
+        return self._chunk(index, self.dialect.content(piece), tokens)
 
     def end(self, choices: Sequence[Choice], rest: Sequence[Sequence[Tokens]]) -> bytes:
         """Return the last chunks: calls of tools, finish reasons, and the numbers of tokens where they are wanted."""

@@ -8,7 +8,6 @@ from attrs import define, field, frozen
 
 from whet.data.messages import Call, Message
 from whet.data.records import Completion, FloatArray, IntArray, Progress
-from whet_endpoint.reasoning import whole
 
 Pieces = Callable[[IntArray], list[str]]
 """Returns the text of each token."""
@@ -45,7 +44,7 @@ class Choice:
     @property
     def message(self) -> Message:
         """Return the response as a message of the conversation."""
-        return Message("assistant", whole(self.reasoning, self.text), self.calls)
+        return Message("assistant", self.text, self.calls, reasoning=self.reasoning)
 
     @property
     def calls_tools(self) -> bool:

@@ -24,7 +24,6 @@ from typing import TypeVar
 import numpy as np
 from attrs import frozen
 
-from whet.data.chat import RewrittenHistory
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import IntArray
 from whet.errors import ContextFull, DataError
@@ -36,10 +35,9 @@ from whet.rollout.event_loop import gather_or_cancel
 from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener as AddressListener
-from whet_endpoint.reasoning import parts
+from whet_endpoint.reading import check_tools, read_choice, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.session import Listen
-from whet_endpoint.tool_calls import check_tools, read_choice
 
 Made = TypeVar("Made")
 
@@ -140,8 +138,6 @@ class EpisodeResponder:
             turns = await gather_or_cancel(
                 heard(one.turn(messages, request.sampling, tokens), request, i, listen) for i, one in enumerate(chosen)
             )
-        except RewrittenHistory:
-            raise
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         finally:
@@ -204,8 +200,9 @@ def _chain(messages: Conversation, tools: Tools, reasoning: bool) -> list[bytes]
     for message in messages:
         text = message.text
         if message.role == "assistant":
-            thought, text = parts(text)
-            text = (f"{thought}\n\n" if thought and reasoning else "") + text.strip()
+            said = without_tags(message)
+            thought = f"{said.reasoning.strip()}\n\n" if said.reasoning and reasoning else ""
+            text = thought + said.text.strip()
         calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
         shown = f"\n{message.role}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
         chain.append(blake2b(chain[-1] + shown.encode(errors="surrogatepass")).digest())

@@ -24,7 +24,7 @@ def read_messages(value: Any) -> Conversation:
         messages = tuple(_message(message) for message in value)
     except DataError as error:
         raise ApiError(400, str(error), "messages") from error
-    if not all(is_text(message.text) for message in messages):
+    if not all(is_text(message.text + message.reasoning) for message in messages):
         raise ApiError(400, "a message has half a character (a lone surrogate)", "messages")
     refuse_last_assistant(messages, "messages")
     return messages
@@ -54,7 +54,10 @@ def _message(value: Any) -> Message:
     answers = value.get("tool_call_id") if role == "tool" else None
     if answers is not None and not (isinstance(answers, str) and is_text(answers)):
         raise unwanted("messages", answers, "text as tool_call_id")
-    return evolve(message, calls=calls, answers=answers or "")
+    reasoning = value.get("reasoning_content") or value.get("reasoning") or "" if role == "assistant" else ""
+    if not isinstance(reasoning, str) or not is_text(reasoning):
+        raise unwanted("messages", reasoning, "text as reasoning_content")
+    return evolve(message, calls=calls, answers=answers or "", reasoning=reasoning)
 
 
 def _calls(value: Any) -> tuple[Call, ...]:

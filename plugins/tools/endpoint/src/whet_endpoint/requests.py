@@ -100,8 +100,8 @@ class ApiRequest:
     """Tools that the prompt describes."""
     reads_calls: bool = False
     """Whether calls of tools are parsed, rather than shown as text."""
-    splits_reasoning: bool = False
-    """Whether reasoning is shown apart from the text."""
+    show_reasoning: bool = True
+    """Whether the model's reasoning is shown, apart from the text."""
     history: Conversation = ()
     """What a later request continues by the id of this one's response."""
     kept: bool = False
@@ -136,13 +136,13 @@ class Fields:
         return self._left.pop(name, default)
 
     def unsupported(self, name: str, why: str, key: str = "") -> None:
-        """Note that a parameter is left out; where that is not allowed, raise `ApiError`. `key`: what ignores it."""
+        """Leave a parameter out; where that is not allowed, raise `ApiError`. `key`: what ignores it."""
         if not self.rules.lenient and (key or name) not in self.rules.ignore:
             raise ApiError(400, f"{why}; {self._way_out(key or name)}", name)
         self.note(key or name)
 
     def note(self, name: str) -> None:
-        """Note that a parameter is left out."""
+        """Remember that a parameter is left out."""
         self._ignored[name] = None
 
     def model(self) -> None:

@@ -17,7 +17,6 @@ from whet.errors import DataError
 from whet_endpoint.choices import Choice, Pieces, tokens_of
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.messages import is_text, read_call
-from whet_endpoint.reasoning import whole
 from whet_endpoint.requests import ApiRequest
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -34,7 +33,7 @@ def read_items(value: Any) -> Conversation:
         messages = tuple(_messages(value))
     except DataError as error:
         raise ApiError(400, str(error), "input") from error
-    if not all(is_text(message.text) for message in messages):
+    if not all(is_text(message.text + message.reasoning) for message in messages):
         raise ApiError(400, "an item has half a character (a lone surrogate)", "input")
     return messages
 
@@ -49,7 +48,8 @@ class _Assistant:
 
     @property
     def message(self) -> Message:
-        return Message("assistant", whole("\n\n".join(self.reasoning), self.text or ""), tuple(self.calls))
+        reasoning = "\n\n".join(self.reasoning)
+        return Message("assistant", self.text or "", tuple(self.calls), reasoning=reasoning)
 
 
 def _messages(items: list[Any]) -> Iterator[Message]:

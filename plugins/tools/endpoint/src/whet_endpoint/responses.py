@@ -54,7 +54,7 @@ class ResponsesDialect:
         }  # fmt: skip
         return evolve(
             request, sampling=evolve(request.sampling, schema=schema), tools=tools, reads_calls=called,
-            splits_reasoning=True, show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
+            show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
             history=history, kept=stores, asked=asked, ignored=fields.ignored,
         )  # fmt: skip
 

@@ -28,10 +28,10 @@ from whet_endpoint.choices import Choice
 from whet_endpoint.episode import heard
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener
+from whet_endpoint.reading import check_tools, read_choice
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.rows import RowWriter
 from whet_endpoint.session import Listen
-from whet_endpoint.tool_calls import check_tools, read_choice
 
 ADDRESS = "endpoint.json"
 """The file of the run folder with the address and its key, while the endpoint is open."""

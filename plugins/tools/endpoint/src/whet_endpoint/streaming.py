@@ -1,9 +1,9 @@
 """The text of a running completion, piece by piece, as soon as no later token can change it.
 
-    tokens ──> decode ──> text ──> shown ──> (reasoning, text) ──> what is new
+    tokens ──> decode ──> text up to a stop string ──> (reasoning, text before calls) ──> what is new
 
-An end is held back while it may be a part of a character, the beginning of a stop string, or the beginning of tool
-calls, which are sent whole. The pieces add up to the text of the choice.
+An end is held back while it may be a part of a character, the beginning of a stop string or of a tag, or the beginning
+of tool calls, which are sent whole. The pieces add up to reasoning and text of the choice.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,16 @@ from attrs import frozen
 
 from whet.data.records import IntArray
 from whet.interfaces.chat import Chat
-from whet_endpoint.call_format import call_format_of
 from whet_endpoint.choices import Choice
-from whet_endpoint.reasoning import begins_inside, partial, split_running
+from whet_endpoint.reading import Shape, shape_of
 from whet_endpoint.requests import ApiRequest, shown
 
 UNFINISHED = "\ufffd"
 """What tokenizers write for a part of a character."""
 TOKENS_AT_A_TIME = 16
 """Tokens of one piece, where a generator reports none while it samples."""
+CALLS_ALONE = ("{", "[", "<")
+"""How calls begin that have nothing else beside them."""
 
 
 @frozen
@@ -37,11 +38,8 @@ class RunningText:
 
     def __init__(self, request: ApiRequest, chat: Chat) -> None:
         self._request, self._chat = request, chat
-        call_format = call_format_of(chat) if request.reads_calls else None
-        self._skip_special = call_format is None or not call_format.special
-        self._marks = tuple(mark for mark in (call_format.opening, call_format.marker) if mark) if call_format else ()
-        self._calls_alone = call_format is not None and not call_format.marker
-        self._inside = request.splits_reasoning and begins_inside(chat)
+        self._shape = shape_of(chat) if request.is_chat else None
+        self._skip_special = self._shape is None or not self._shape.special
         self._tokens: IntArray = np.zeros(0, np.int64)
         self._done, self._read = 0, 0
         """Tokens whose text is in `_text`, and where the last of them that need context begin."""
@@ -55,15 +53,19 @@ class RunningText:
     def add(self, tokens: IntArray) -> Iterator[Piece]:
         """Add tokens, and yield what is new and certain."""
         self._tokens = np.concatenate([self._tokens, tokens])
-        stops = self._request.sampling.stop_tokens
-        usable = self._tokens if int(self._tokens[-1]) not in stops else self._tokens[:-1]
+        ended = int(self._tokens[-1]) in self._request.sampling.stop_tokens
+        usable = self._tokens[:-1] if ended else self._tokens
         before = self._chat.decode(usable[self._read : self._done], skip_special=self._skip_special)
         after = self._chat.decode(usable[self._read :], skip_special=self._skip_special)
         if after.endswith(UNFINISHED) or not after.startswith(before):
             return
         self._text += after[len(before) :]
         self._read, self._done = self._done, len(usable)
-        yield from self._new(*self._certain())
+        stops = self._request.stops
+        text = shown(self._text, stops)
+        if len(text) == len(self._text):
+            text = _without_partial(text, stops)
+        yield from self._new(*(_certain(text, self._shape, self._request.reads_calls) if self._shape else ("", text)))
 
     def end(self, choice: Choice) -> Iterator[Piece]:
         """Yield the rest of a choice."""
@@ -73,27 +75,61 @@ class RunningText:
         """Return whether a completion begins with the tokens so far."""
         return np.array_equal(tokens[: self.count], self._tokens)
 
-    def _certain(self) -> tuple[str, str]:
-        """Return reasoning and text, without an end that the next tokens may change."""
-        stops = self._request.stops
-        text = shown(self._text, stops)
-        if len(text) == len(self._text):
-            text = text[: len(text) - partial(text, stops)]
-        if self._request.reads_calls:
-            text = self._before_calls(text)
-        return split_running(text, self._inside) if self._request.splits_reasoning else ("", text)
+    def _new(self, reasoning: str, text: str) -> Iterator[Piece]:
+        for i, part in enumerate((reasoning, text)):
+            # Nothing that was sent can be taken back. A response that ends its reasoning without having begun it, in
+            # the middle of its text, gets here; the record has the tokens either way.
+            if part.startswith(self._sent[i]) and len(part) > len(self._sent[i]):
+                new, self._sent[i] = part[len(self._sent[i]) :], part
+                yield Piece(new, reasons=i == 0)
 
-    def _before_calls(self, text: str) -> str:
-        if self._calls_alone and text.lstrip()[:1] in ("", "{", "["):
-            return ""
-        at = min((at for mark in self._marks if (at := text.find(mark)) >= 0), default=len(text))
-        text = text[:at] if at < len(text) else text[: at - partial(text, self._marks)]
-        return text.rstrip()
 
-    def _new(self, *parts: str) -> Iterator[Piece]:
-        for i, (sent, part) in enumerate(zip(self._sent, parts, strict=True)):
-            # Nothing that was sent can be taken back. Tokenizers whose text of a token depends on tokens far before it
-            # might get here; the record has the tokens either way.
-            if part.startswith(sent) and len(part) > len(sent):
-                self._sent[i] = part
-                yield Piece(part[len(sent) :], reasons=i == 0)
+def _certain(text: str, shape: Shape, reads_calls: bool) -> tuple[str, str]:
+    """Return the reasoning and the text of a response so far, without an end that the next tokens may change."""
+    frame = getattr(shape.format.calls, "frame", None)
+    if shape.format.channels or (reads_calls and (frame is None or frame.leading)):
+        return "", ""  # such a response is told apart at its end
+    calls = shape.call_marks if reads_calls else ()
+    reasoning, rest = _parted(text, shape)
+    if rest is None:
+        return _before(reasoning, calls).strip(), ""
+    if reads_calls and not calls and rest.lstrip().startswith(CALLS_ALONE):
+        return reasoning, ""
+    begun, lead = rest.lstrip(), shape.format.lead
+    if lead and begun.startswith(lead):
+        rest = begun[len(lead) :]
+    elif (lead and lead.startswith(begun)) or not begun:
+        return reasoning, ""
+    text = _before(rest, (*calls, *shape.format.tail[:1]))
+    return reasoning, text.rstrip() if reads_calls or shape.format.tail else text
+
+
+def _parted(text: str, shape: Shape) -> tuple[str, str | None]:
+    """Return the reasoning and the rest of a response so far. None: the reasoning goes on."""
+    tags = shape.format.reasoning
+    if tags is None:
+        return "", text
+    begun, inside = text.lstrip(), tags.opened
+    if tags.open and begun.startswith(tags.open):
+        text, inside = begun[len(tags.open) :], True
+    elif tags.open and tags.open.startswith(begun):
+        return "", None  # it may become the tag
+    before, closed, after = text.partition(tags.close)
+    if closed:
+        return before.strip(), after.lstrip("\n")
+    return (_without_partial(text, (tags.close,)), None) if inside else ("", text)
+
+
+def _before(text: str, marks: tuple[str, ...]) -> str:
+    """Return text up to the first mark, or to what may become one."""
+    found = shown(text, tuple(mark for mark in marks if mark))
+    return found if len(found) < len(text) else _without_partial(text, marks)
+
+
+def _without_partial(text: str, marks: tuple[str, ...]) -> str:
+    """Return text without the longest end with which a mark begins."""
+    longest = max((len(mark) - 1 for mark in marks), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return text[:-length]
+    return text
