@@ -6,12 +6,13 @@
 Every rank runs equally many passes: a rank that has fewer micro-batches runs passes without targets.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from whet_megatron.feed import Feed
@@ -19,7 +20,6 @@ from whet_megatron.model import HeldModel
 from whet_ops.head_outputs import divergences, head_outputs
 from whet_ops.vocabulary import WHOLE, Vocabulary
 from whet_training.outputs import spread
-from whet_training.ranks import clock
 
 Outputs = dict[str, Tensor]
 Teacher = dict[str, Tensor]
@@ -76,14 +76,44 @@ class Head:
         return weight, Vocabulary(size, first, parallel_state.get_tensor_model_parallel_group())
 
 
+class Stopwatch:
+    """Adds up the time of parts of a schedule. On a GPU by events, because waiting for it would stall the pipeline."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._laps: list[tuple[Any, Any]] = []
+
+    def mark(self) -> Any:
+        """Return the time, or an event that will have it."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, begun: Any) -> None:
+        """Add the time since a mark."""
+        self._laps.append((begun, self.mark()))
+
+    def seconds(self) -> float:
+        """Return the sum. All work of the device must be done."""
+        if self._on_gpu:
+            return sum(float(begun.elapsed_time(ended)) for begun, ended in self._laps) / 1000
+        return float(sum(ended - begun for begun, ended in self._laps))
+
+
 @define(eq=False)
 class Passes:
     """Runs the passes of one model."""
 
     head: Head
     device: torch.device
-    forward_seconds: float = 0.0
-    """Seconds that this rank spent in forward passes and losses."""
+    forward: Stopwatch = field(init=False)
+    """The time that this rank spent in forward passes and losses."""
+
+    @forward.default
+    def _new_stopwatch(self) -> Stopwatch:
+        return Stopwatch(self.device)
 
     def run(
         self, feeds: Sequence[Feed], names: Sequence[str], finish: Finish, *, backward: bool,
@@ -142,17 +172,17 @@ class Passes:
 
         def step(feeds: Any, stage: Any) -> Any:
             number, feed = next(feeds)
-            begun = clock(self.device)
+            begun = self.forward.mark()
             hidden = stage(
                 input_ids=feed.tokens, position_ids=feed.positions, attention_mask=None, packed_seq_params=feed.packed
             )
-            self.forward_seconds += clock(self.device) - begun
+            self.forward.lap(begun)
 
             def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-                begun = clock(self.device)
+                begun = self.forward.mark()
                 objective = close(number, hidden)
                 value = self._anchor(feed, hidden) + (0.0 if objective is None else objective)
-                self.forward_seconds += clock(self.device) - begun
+                self.forward.lap(begun)
                 return value, torch.zeros((), dtype=torch.int, device=self.device), {}
 
             return hidden, finish

@@ -71,7 +71,7 @@ class Worker(HeldModels, LossWorker):
         """Return the seconds of each phase. Those of the backward pass include waiting for other stages."""
         if not self._first:
             return {}
-        forward, role = passes.forward_seconds, self._ranks.role
+        forward, role = passes.forward.seconds(), self._ranks.role
         laps = {"forward": forward, "backward": passed - begun - forward, "optimizer": clock(self._device) - passed}
         return {f"seconds/{role}.{phase}": metrics.total(seconds) for phase, seconds in laps.items()}
 
