@@ -103,8 +103,10 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
         split, known = entry.split or DEFAULT_SPLIT[where], facts.get(f"{where}.{i}", EnvironmentFacts()).splits
         if known is not None and split not in known:
             yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
-        if where == "environments" and entry.temperature == 0:
-            yield Problem(f"{where}.{i}.temperature", "is 0, so all samples would be equal; wanted more than 0")
+        if where == "environments" and entry.sampling.temperature == 0:
+            yield Problem(
+                f"{where}.{i}.sampling.temperature", "is 0, so all samples would be equal; wanted more than 0"
+            )
         if where != "environments" and entry.group_size:
             yield Problem(f"{where}.{i}.group_size", "is of training; state `samples`")
         elif 0 < entry.group_size < least:

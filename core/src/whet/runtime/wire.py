@@ -45,6 +45,7 @@ RECORDS: Final = {
     "Sampling": "whet.data.records",
     "Request": "whet.data.records",
     "Completion": "whet.data.records",
+    "Progress": "whet.data.records",
     "Reply": "whet.data.records",
     "Trajectory": "whet.data.records",
     "SpanReward": "whet.data.records",
