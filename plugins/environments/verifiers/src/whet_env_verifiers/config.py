@@ -9,7 +9,7 @@ from whet.component import EnvironmentFacts
 from whet.config.bounds import BYTES, GIB, GROUP, PROCESSES, RECORDS, SECONDS, above, between
 from whet.data.model_info import ModelInfo
 
-_MODULE = re.compile(r"(?:[A-Za-z0-9_.-]+/)?[A-Za-z_][A-Za-z0-9_.-]*(?:@[A-Za-z0-9_.-]+)?")
+_MODULE = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z_][A-Za-z0-9_.-]*(?:@[A-Za-z0-9_.-]+)?")
 
 
 def _module(instance: object, attribute: Any, value: str) -> None:

@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from whet.data.messages import Message
@@ -19,7 +20,6 @@ from whet.data.records import Task
 from whet.errors import ConfigError, DataError, EpisodeError, InfrastructureError, WhetError
 from whet.interfaces.environment import Model
 from whet.runtime.interpreters import find
-from whet.runtime.process import extra_folders, import_folders
 from whet_env_verifiers.config import VerifiersConfig
 from whet_env_verifiers.process import Process, Refused
 
@@ -104,8 +104,7 @@ class Verifiers:
     def _start(self) -> Process:
         """Start a process and open the taskset in it. Raises `Refused` and `InfrastructureError`."""
         config = self._config
-        same = self._python == sys.executable
-        folders = [*config.folders, *(import_folders() if same else extra_folders())]
+        folders = [str(Path(folder).expanduser().absolute()) for folder in config.folders]
         process = Process(self._python, folders, int(config.memory_gib * (1 << 30)), config.message_bytes)
         names = ("taskset", "options", "test_options", "test_tasks", "tasks", "agent", "max_turns")
         try:

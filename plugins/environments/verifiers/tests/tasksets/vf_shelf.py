@@ -1,4 +1,4 @@
-"""A taskset without end whose tasks are solved with a tool that keeps state."""
+"""A taskset without end whose tasks are solved with a tool, whose server all episodes share."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 __all__ = ["Shelf"]
 
 
-class Tools(vf.Toolset):
+class Tools(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     def look(self, shelf: int) -> str:
         """Say how many books are on a shelf."""
@@ -19,10 +19,6 @@ class Data(vf.TaskData):
 
 
 class Count(vf.Task[Data]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Tools()]
-
     @vf.reward
     async def counted(self, trace) -> float:
         return float(trace.last_reply == str(self.data.shelf * 7 % 10))
@@ -31,6 +27,14 @@ class Count(vf.Task[Data]):
 class Shelf(vf.Taskset[Count]):
     INFINITE = True
 
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.SharedToolsetConfig())]
+
     def load(self):
         for shelf in itertools.count(11):
             yield Count(Data(prompt=f"How many books are on shelf {shelf}?", shelf=shelf))
+
+
+if __name__ == "__main__":
+    Tools.run()

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
-KEY = "WHET_VERIFIERS_KEY"
-"""The environment variable with the key of the gateway, for clients of verifiers."""
+KEY = "WHET_VERIFIERS_API_KEY"
+"""The environment variable with the key of the gateway. verifiers hides variables of such names from programs."""
 _MOST_BYTES = 1 << 30
 _SESSION = "X-Session-ID"
 

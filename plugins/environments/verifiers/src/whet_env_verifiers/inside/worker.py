@@ -196,6 +196,8 @@ def main() -> None:
     folders, limit = json.loads(sys.argv[1]), int(sys.argv[2])
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     sys.path += [folder for folder in folders if folder not in sys.path]
+    there = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([there] if there else [])])  # for servers of tools
     if limit:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     answers = os.dup(1)
