@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from finding import TASKSETS, WHY_NOT, interpreter
 
 from whet.data.records import Task
 from whet.errors import ConfigError, EpisodeError
@@ -13,6 +14,11 @@ from whet_env_verifiers.config import VerifiersConfig
 from whet_env_verifiers.environment import Verifiers
 from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.fakes import FakeModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from verifiers_found import TASKSETS, WHY_NOT, interpreter
+
+sys.path.remove(str(Path(__file__).parent))
 
 PYTHON = interpreter()
 pytestmark = [pytest.mark.skipif(PYTHON is None, reason=WHY_NOT), pytest.mark.slow]
