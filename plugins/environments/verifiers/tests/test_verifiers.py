@@ -105,7 +105,7 @@ def test_tools_of_a_taskset_are_called_and_a_taskset_without_end_is_cut() -> Non
 
 
 def test_a_harness_that_executes_what_the_model_writes_is_refused_on_this_machine() -> None:
-    with pytest.raises(ConfigError, match="the harness bash executes what the model writes, .*set agent.runtime"):
+    with pytest.raises(ConfigError, match=r"the harness bash executes what the model writes, .*set agent.runtime"):
         opened("vf_sums", agent={"harness": {"id": "bash"}})
 
 

@@ -41,9 +41,9 @@ class VerifiersConfig:
     tasks: int = field(default=10_000, validator=between(1, RECORDS))
     """Most tasks that are taken from the taskset, the first ones. Some tasksets have no end."""
     agent: dict[str, Any] = field(factory=dict)
-    """Further keys of the agent's config, e.g. `{harness: {id: codex}, runtime: {type: docker}}`. Without a harness, the
-    taskset's own one plays, else a plain conversation with the taskset's tools, in the process of verifiers. Without a
-    runtime: `{type: subprocess}`. A harness that executes what the model writes is refused with that runtime."""
+    """Further keys of the agent's config, e.g. `{harness: {id: codex}, runtime: {type: docker}}`. Without a harness,
+    the taskset's own one plays, else a plain conversation with the taskset's tools, in the process of verifiers.
+    Without a runtime: `{type: subprocess}`. A harness that executes what the model writes is refused with it."""
     max_turns: int = field(default=16, validator=between(1, GROUP))
     """Most responses of the model in an episode."""
     python: str = ""

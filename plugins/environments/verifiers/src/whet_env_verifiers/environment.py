@@ -1,10 +1,8 @@
 """The environment `verifiers`: processes that run verifiers play each episode at the endpoint of that episode.
 
-    driver                                        process of verifiers
-    opens the endpoint of the episode
-    "play task 3 at this endpoint"     ------->   harness, tools, rewards and judges of the taskset
-    records what the model samples     <-------   requests to the endpoint
-    rewards                            <-------   the scores of the trace
+The driver opens the endpoint of an episode and asks a process to play a task there. In the process, harness, tools,
+rewards and judges are the taskset's. Its requests for the model come to the endpoint, which records what is sampled,
+and the scores of its trace come back as rewards.
 """
 
 import asyncio
@@ -46,8 +44,8 @@ class Verifiers:
             self.close()
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, Refused | WhetError) else error
             raise ConfigError(
-                f"verifiers.taskset: {config.taskset!r} cannot be opened in {self._python}: {reason}. Install verifiers "
-                "0.4 or later and the taskset there, or name another interpreter by `python`"
+                f"verifiers.taskset: {config.taskset!r} cannot be opened in {self._python}: {reason}. Install "
+                "verifiers 0.4 or later and the taskset there, or name another interpreter by `python`"
             ) from error
 
     @property
@@ -63,7 +61,9 @@ class Verifiers:
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode in a process of verifiers. Returns its rewards."""
-        process = self._chosen() or await asyncio.to_thread(self._another)
+        process = self._chosen()
+        if process is None:
+            process = await asyncio.to_thread(self._another)
         process.playing += 1
         try:
             async with model.endpoint() as address:

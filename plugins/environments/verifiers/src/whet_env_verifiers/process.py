@@ -33,7 +33,7 @@ _MOST_WORDS = 1 << 13
 _PATIENCE_SECONDS = 5.0
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - it says what came of a request
     """The process raised an error for a request. The message is the error."""
 
 
@@ -86,7 +86,7 @@ class Process(Offspring):
         try:
             return future.result(seconds)
         except TimeoutError:
-            self.end(f"did not answer {do!r} within {seconds:g} s")
+            self.stop(f"did not answer {do!r} within {seconds:g} s")
             raise InfrastructureError(self._why) from None
 
     async def result(self, do: str, asked: Mapping[str, Any], silence: float) -> Any:
@@ -100,7 +100,7 @@ class Process(Offspring):
             while not (await asyncio.wait({answer}, timeout=silence / 4))[0]:
                 quiet = time.monotonic() - self.heard
                 if quiet > silence:
-                    self.end(f"answered nothing for {quiet:.0f} s, so its code blocks or hangs")
+                    self.stop(f"answered nothing for {quiet:.0f} s, so its code blocks or hangs")
                 elif time.monotonic() - self._pinged > silence / 4:
                     self._pinged = time.monotonic()
                     self.ask("ping", {})
@@ -111,7 +111,7 @@ class Process(Offspring):
         finally:
             self._waiting.pop(number, None)
 
-    def end(self, why: str = "was closed") -> None:
+    def stop(self, why: str = "was closed") -> None:
         """Kill the process and all that it started. `why` is what those hear who wait for it."""
         with self._asking:
             self._why = self._why or f"the process of verifiers {why}"
@@ -119,7 +119,7 @@ class Process(Offspring):
 
     def close(self) -> None:
         """End the process, and wait until it is gone."""
-        self.end()
+        self.stop()
         self._ended.join(_PATIENCE_SECONDS)
 
     def _write(self, message: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class Process(Offspring):
             pass
         except OSError:
             return  # the process has ended, and `_follow` tells those who wait
-        self.end("does not read its requests")
+        self.stop("does not read its requests")
 
     def _follow(self) -> None:
         """Read answers until the process ends, and tell those who still wait why it ended."""
@@ -142,11 +142,11 @@ class Process(Offspring):
             while line := self._process.stdout.readline(self._most):
                 self.heard = time.monotonic()
                 if not line.endswith(b"\n") and len(line) >= self._most:
-                    self.end(f"sent a message of more than {self._most} bytes")
+                    self.stop(f"sent a message of more than {self._most} bytes")
                     break
                 self._take(line)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self.end("sent what is no answer")
+            self.stop("sent what is no answer")
         except OSError:
             pass
         self.signal(signal.SIGKILL)

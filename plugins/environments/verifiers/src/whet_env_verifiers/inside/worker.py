@@ -37,7 +37,7 @@ class Player:
 
     async def open(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Load the tasks, and serve what episodes need."""
-        from whet_verifiers_gateway import Gateway
+        from whet_verifiers_gateway import Gateway  # type: ignore[import-not-found]  # it stands beside this file
 
         self._gateway = await self._stack.enter_async_context(Gateway().serving())
         train, tasks = await self._opened(asked, asked["options"], asked["tasks"])
