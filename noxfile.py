@@ -63,7 +63,7 @@ def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
         session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
-        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "-r", "docs/requirements.txt",
+        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "mcp", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -149,7 +149,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
     libraries = [
         f"plugins/libraries/{name}"
-        for name in ("data", "generation", "memory", "ops", "sandbox", "start", "training", "weights")
+        for name in ("chat", "data", "generation", "memory", "ops", "sandbox", "start", "training", "weights")
     ]
     editable = [
         word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)
