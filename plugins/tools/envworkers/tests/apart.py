@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-import attrs
+from attrs import field, frozen
 
 from whet import hookimpl
 from whet.component import Component, EnvironmentFacts
@@ -17,12 +17,14 @@ from whet.interfaces.undecided import note
 KINDS = ("plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "wrong")
 
 
-@attrs.frozen
+@frozen
 class ApartConfig:
     """Ten tasks for each kind of behaviour."""
 
     folder: str = ""
     """Where a task of the kinds `dies` and `hangs` leaves a file, so that it behaves the second time. Empty: always."""
+    kinds: list[str] = field(factory=lambda: list(KINDS))
+    """The kinds of tasks."""
 
 
 class Apart:
@@ -32,7 +34,7 @@ class Apart:
     def tasks(self, split):
         if split not in ("train", "test"):
             raise DataError(f"there is no split {split!r}; there are train, test")
-        return [Task(f"{kind} {i}", {"kind": kind}, id=f"{kind}-{i}") for kind in KINDS for i in range(10)]
+        return [Task(f"{kind} {i}", {"kind": kind}, id=f"{kind}-{i}") for kind in self._config.kinds for i in range(10)]
 
     @property
     def reward_weights(self):
@@ -75,7 +77,8 @@ class Apart:
             os.abort()
 
     async def _hangs(self, task, model):
-        while self._first(task) or not self._config.folder:
+        hangs = self._first(task)
+        while hangs:
             time.sleep(1)
 
     async def _eats(self, task, model):
