@@ -15,11 +15,14 @@ APART = HERE.parent / "plugins" / "tools" / "envworkers" / "tests" / "apart.py"
 
 
 def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/", "time")) and "seconds" not in k}
-        for row in rows
-    ]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def episodes(folder):
+    rows = [
+        json.loads(line) for file in sorted((folder / "run" / "rollouts").glob("*.jsonl")) for line in file.open()
+    ]  # fmt: skip
+    return [(row["task"], row["sample"], row["messages"], row["rewards"], row["reward"]) for row in rows]
 
 
 def test_a_run_in_processes_has_the_numbers_of_a_run_on_the_driver(small_run, tmp_path):
@@ -34,9 +37,14 @@ def test_a_run_in_processes_has_the_numbers_of_a_run_on_the_driver(small_run, tm
             cluster={"workers": "inline", "threads": {"backend": 1, "generator": 1}},
         )  # fmt: skip
         assert run(config, ["run.steps=2"]).finished
-        found.append(metrics(folder))
-    assert found[0] == found[1]
-    assert any("evaluation/even/reward" in row for row in found[0])
+        found.append(folder)
+    assert episodes(found[0]) == episodes(found[1])
+    assert len(episodes(found[0])) == 2 * 4 * 2
+    for one, other in zip(*map(metrics, found), strict=True):
+        assert one.keys() == other.keys()
+        names = ["reward/mean", "evaluation/even/reward", "loss"]
+        assert [one.get(name) for name in names] == pytest.approx([other.get(name) for name in names])
+    assert metrics(found[0])[-1]["evaluation/even/reward"] > 0
 
 
 def test_processes_that_die_are_replaced_and_counted_and_the_run_goes_on(small_run, tmp_path):

@@ -150,7 +150,7 @@ class EnvironmentSection:
     """Number of worker processes in which its episodes are played; one that crashes or hangs is replaced, and its
     episodes are played again. 0: they are played by the driver, or in one process if `python` is given."""
     python: str = field(default="", metadata={"names_path": True})
-    """The Python environment of these processes, if it is not the driver's: a name or a path, as in `cluster.python`."""
+    """The Python environment of these processes, if it is not the driver's: as in `cluster.python`."""
     memory_gib: float = field(default=0.0, validator=between(0, GIB))
     """Most memory of each of these processes. An episode that asks for more fails. 0: no limit."""
 

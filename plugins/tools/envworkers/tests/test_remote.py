@@ -168,10 +168,6 @@ def test_closing_ends_the_processes(no_orphans):
 
 
 def test_a_curriculum_in_processes_is_refused():
-    section = structure(
-        {"use": "arithmetic", "processes": 1, "easiest_terms": 2}, EnvironmentSection, REGISTRY
-    )
+    section = structure({"use": "arithmetic", "processes": 1, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
     with pytest.raises(ConfigError, match="curriculum"):
         RemoteEnvironment(section, "it")
-
-
