@@ -1,8 +1,10 @@
 """An environment that shows what happens in the process that plays it, and misbehaves as its tasks say."""
 
 import asyncio
+import json
 import os
 import time
+import urllib.request
 from pathlib import Path
 
 from attrs import field, frozen
@@ -14,7 +16,10 @@ from whet.data.records import Task
 from whet.errors import DataError, InfrastructureError, Undecided
 from whet.interfaces.undecided import note
 
-KINDS = ("plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "wrong")
+KINDS = (
+    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
+    "judged",
+)  # fmt: skip
 
 
 @frozen
@@ -28,8 +33,8 @@ class ApartConfig:
 
 
 class Apart:
-    def __init__(self, config):
-        self._config = config
+    def __init__(self, config, roles=None):
+        self._config, self._roles = config, roles or {}
 
     def tasks(self, split):
         if split not in ("train", "test"):
@@ -91,8 +96,20 @@ class Apart:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._infrastructure(task, model))
 
-    async def _wrong(self, task, model):
-        model.reward("late", 1.0, tokens=(5, 900))
+    async def _agent(self, task, model):
+        async with model.endpoint() as address:
+            body = {"model": address.model, "messages": [{"role": "user", "content": "hello"}]}
+            asked = urllib.request.Request(
+                f"{address.base_url}/chat/completions", json.dumps(body).encode(),
+                {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"},
+            )  # fmt: skip
+            await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=30).read())
+        (said,) = (c for c in address.conversations() if c[0].text == "hello")
+        model.record("agent", ", ".join(f"{message.role}: {message.text}" for message in said))
+
+    async def _judged(self, task, model):
+        verdict = await self._roles["judge"].reply("good?", seed=7, max_tokens=5)
+        model.record("verdict", verdict.text)
 
     def _first(self, task):
         mark = Path(self._config.folder or "/nowhere") / task.id

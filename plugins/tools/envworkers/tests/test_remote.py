@@ -11,12 +11,14 @@ from whet.config.cluster import DeadlinesSection
 from whet.config.sections import EnvironmentSection
 from whet.config.structure import structure
 from whet.data.messages import Message
+from whet.data.records import Reply
 from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, Undecided
 from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
 from whet_envworkers.remote import RemoteEnvironment
 from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.fakes import FakeModel
 
 REGISTRY = load_plugins()
@@ -25,6 +27,29 @@ REGISTRY.load_file(Path(__file__).parent / "apart.py")
 
 class TestPlugin(ComponentContract):
     hooks = "whet_envworkers.hooks"
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    environment = TestArithmeticInProcesses().make()
+    yield environment
+    environment.close()
+
+
+class TestArithmeticInProcesses(EnvironmentContract):
+    splits = ("train", "test")
+    states_answers = True
+
+    def make(self):
+        section = structure({"use": "arithmetic", "processes": 2}, EnvironmentSection, REGISTRY)
+        return RemoteEnvironment(section, "it")
+
+    @pytest.fixture
+    def environment(self, arithmetic):
+        return arithmetic
+
+    def gold(self, task):
+        return f"\\boxed{{{task.data['answer']}}}"
 
 
 def made(processes=1, episode=60.0, **settings):
@@ -57,10 +82,10 @@ def played(environment, kind, model=None, number=0):
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 110
+    assert len(remote.tasks("train")) == 120
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[110]
+        remote.tasks("train")[120]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -77,6 +102,25 @@ def test_sequences_that_are_asked_at_once_belong_to_their_agents(remote):
     model, _, _ = played(remote, "forks")
     assert [one.agent for one in model._sequences()] == ["", "a", "b"]
     assert [one.messages[-1].text for one in model._sequences()] == ["0 skrof", "no og", "no og"]
+
+
+def test_an_agent_at_an_endpoint_plays_the_episode_of_a_process(remote):
+    model, rewards, _ = played(remote, "agent", FakeModel(lambda messages: "42"))
+    assert rewards["right"] == 0.0
+    assert model.log["agent"] == "user: hello, assistant: 42"
+
+
+def test_roles_are_asked_of_the_driver():
+    class Judge:
+        async def reply(self, messages, *, seed, **settings):
+            return Reply(f"{messages[-1].text} by {seed}, {settings['max_tokens']} tokens", (), "stop")
+
+    section = structure({"use": "apart", "processes": 1, "kinds": ["judged"]}, EnvironmentSection, REGISTRY)
+    environment = RemoteEnvironment(section, "it", None, {"judge": Judge()})
+    try:
+        assert played(environment, "judged")[0].log == {"verdict": "good? by 7, 5 tokens"}
+    finally:
+        environment.close()
 
 
 def test_final_answers_and_rewards_of_groups_are_asked_of_the_process(remote):
