@@ -7,7 +7,8 @@ import nox
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "engines(vllm)"]
 TRACKERS = ("plugins/loggers/trackio", "plugins/loggers/wandb")  # their trackers are large, and pin what others need
-PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS})
+MEGATRON = "plugins/backends/megatron"  # its tests take minutes, and skip where Megatron Core is not installed
+PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS, MEGATRON})
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several test processes share the cores, and threads that wait for one spin
 
@@ -17,7 +18,9 @@ def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRA
     session.install(*tested, "torch", "hatchling", "editables")
     editable = [word for path in ["core[testing]", *PLUGINS] for word in ("-e", path)]
     session.install(*tested, "--no-build-isolation", *editable, *extra)
-    session.install("--no-build-isolation", "--no-deps", *(word for path in TRACKERS for word in ("-e", path)))
+    session.install(
+        "--no-build-isolation", "--no-deps", *(word for path in (*TRACKERS, MEGATRON) for word in ("-e", path))
+    )
 
 
 def demo(session: nox.Session, name: str, folder: str) -> str:
@@ -60,7 +63,7 @@ def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
         session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
-        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "-r", "docs/requirements.txt",
+        "import-linter", "types-PyYAML", "wandb", "peft", "bitsandbytes", "mcp", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -95,6 +98,15 @@ def engines(session: nox.Session, engine: str) -> None:
     environment = install_engine(session, engine, "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
+
+
+@nox.session
+@nox.parametrize("backend", [nox.param("megatron", id="megatron")])
+def backends(session: nox.Session, backend: str) -> None:
+    """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
+    install(session, "megatron-core", "pytest-timeout", "pytest-xdist")
+    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
+    session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="two-torches")
@@ -136,7 +148,8 @@ def fuzz(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
     libraries = [
-        f"plugins/libraries/{name}" for name in ("data", "generation", "memory", "ops", "sandbox", "start", "weights")
+        f"plugins/libraries/{name}"
+        for name in ("data", "generation", "memory", "ops", "sandbox", "start", "training", "weights")
     ]
     editable = [
         word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)

@@ -359,7 +359,7 @@ def timed(step: Any, device: str, steps: int) -> float:
 
 def computed_tokens(batch: Batch) -> int:
     """Return how many tokens pass through the model where prompts are shared."""
-    from whet_fsdp2.layout import pack
+    from whet_training.layout import pack
 
     return len(pack(batch, "shared").tokens)  # type: ignore[arg-type]  # packed rows have a flat column
 

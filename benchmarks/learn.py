@@ -69,6 +69,23 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             ]
         ],
     ),
+    "puzzle": (
+        "runs/sliding-puzzle-0/sft/model",
+        [
+            [
+                sys.executable,
+                "-m",
+                "whet.cli",
+                "demo",
+                "sliding-puzzle",
+                "--folder",
+                "runs/sliding-puzzle-0",
+                "--steps",
+                "0",
+            ],
+            [sys.executable, "-m", "whet.cli", "run", "recipes/sliding-puzzle-sft.yaml"],
+        ],
+    ),
     "demonstrations": ("models/preference-0/validation.jsonl", [PREFERENCES]),
     "preferences": (
         "models/start-preference-0/model",
@@ -124,6 +141,13 @@ ENTRIES = (
     *(
         Entry(name, f"recipes/learn-{name}.yaml", ACCURACY, "held-out preference accuracy", start="preferences")
         for name in ("dpo", "ipo", "kto", "kto-unpaired", "rm")
+    ),
+    Entry(
+        "sliding-puzzle",
+        "recipes/sliding-puzzle-grpo.yaml",
+        "evaluation/sliding-puzzle/reward",
+        "held-out puzzles solved",
+        start="puzzle",
     ),
     Entry("judge", "recipes/learn-judge.yaml", "evaluation/judge/judge", "score by the reward model", start="judge"),
 )

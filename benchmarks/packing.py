@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from whet.data.batch import Batch, Shards, from_sequences
-from whet_fsdp2.layout import used_lengths
-from whet_fsdp2.packing import Costs, plan
-from whet_fsdp2.sharing import share
+from whet_training.layout import used_lengths
+from whet_training.packing import Costs, plan
+from whet_training.sharing import share
 
 BUDGET = 8192
 PAIR = 3.3e-5
-"""Cost of a query and a key, in tokens; see `whet_fsdp2.sharing.pair_cost`."""
+"""Cost of a query and a key, in tokens; see `whet_training.sharing.pair_cost`."""
 KINDS = {"sft": (1, 1), "dpo": (2, 2), "grpo": (8, 1), "grpo, half of the groups dead": (8, 1)}
 """Sequences of a group, and of a unit."""
 

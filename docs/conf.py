@@ -23,7 +23,7 @@ exclude_patterns = ["docs/_build", ".*", "runs", "models"]
 
 HOW_TO = (
     "install", "sft-on-your-data", "own-environment", "foreign-agent", "own-reward", "own-loss",
-    "rewards-with-an-address", "own-advantages-or-filter", "own-hooks", "own-generator", "own-backend",
+    "rewards-with-an-address", "templates", "own-advantages-or-filter", "own-hooks", "own-generator", "own-backend",
     "write-a-plugin", "write-a-recipe",
     "read-metrics", "read-a-report", "track-a-run",
     "resume", "evaluate", "debug", "use-as-a-library", "gsm8k", "memory",

@@ -84,6 +84,7 @@ def pages() -> dict[str, str]:
     made = {"hooks.md": hooks(), "config.md": config(), "cli.md": cli(), "contracts.md": contracts()}
     made["components.md"] = components(kinds)
     made["interfaces.md"] = _beside("signatures").page()
+    made["sandbox-escapes.md"] = _beside("sandbox_escapes").page(ROOT)
     made["combinations.md"] = combined(kinds["algorithms"])
     made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
     packaged = _beside("packaged").files(ROOT, registry())

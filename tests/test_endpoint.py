@@ -24,30 +24,34 @@ class Watched:
     """Rollouts whose batches are kept."""
 
     rollouts: object
+    backend: object
     batches: list
 
     def take(self, groups):
-        self.batches.append(self.rollouts.take(groups))
-        return self.batches[-1]
+        batch = self.rollouts.take(groups)
+        scored = self.backend.score(batch, ("logprobs",))["logprobs"]
+        self.batches.append(batch.with_columns(trainer_logprobs=scored))
+        return batch
 
 
 @pytest.fixture
 def play(tmp_path, small_run):
     """Train for two steps on an environment of two turns, and give the batches."""
 
-    def run(environment, *overrides):
+    def run(environment, *overrides, **settings):
         folder = tmp_path / environment
         folder.mkdir()
         config = small_run(
             folder,
             run={"folder": str(folder / "run"), "steps": 2, "seed": 3, "export": False},
-            environments=[{"use": environment, "name": "turns"}],
+            environments=[{"use": environment, "name": "turns", **settings}],
             plugins=[str(Path(__file__).parent / f"{environment.replace('-', '_')}.py")],
             cluster={"workers": "inline"},
         )
         batches = []
         with whet.open(config, *overrides) as parts:
-            parts.algorithm.run(attrs.evolve(parts, rollouts=Watched(parts.rollouts, batches)))
+            rollouts = Watched(parts.rollouts, parts.backend, batches)
+            parts.algorithm.run(attrs.evolve(parts, rollouts=rollouts))
         return batches
 
     return run
@@ -68,6 +72,29 @@ def test_a_foreign_agents_episodes_are_those_of_the_environment_that_asks_itself
         assert (turns == 1).sum() == 2 * one.sequences, "each sequence has two turns"
     assert foreign[0]["version"].max() == 0
     assert foreign[1]["version"].max() == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "clients"),
+    [
+        ("openai", ["chat_stream", "responses", "responses_stream"]),
+        ("agents", ["agents_sdk", "agents_sdk_stream"]),
+        ("langchain_openai", ["langchain"]),
+        ("anthropic", ["anthropic"]),
+    ],
+)
+def test_clients_and_agents_of_others_play_unmodified_and_the_engines_tokens_are_recorded(play, package, clients):
+    pytest.importorskip(package, reason=f"{package} is not installed: nox -s adapters installs it")
+    # Agents of openai-agents fail at a response that its limit cut, so that responses end at one of the usual letters.
+    ended = ("rollout.stop=[e, a, i, o, n, r, t, s]", "rollout.max_tokens=200")
+    one_step = (f"algorithm.prompts_per_step={len(clients)}", "run.steps=1", *ended)
+    (foreign,), (own,) = play("foreign-clients", *one_step, clients=clients), play("two-turns", *one_step)
+    for name in ("tokens", "loss_mask", "lengths", "version"):
+        assert np.array_equal(foreign[name], own[name]), name
+    assert np.allclose(foreign["sampler_logprobs"], own["sampler_logprobs"], atol=1e-5)
+    assert foreign.sequences == 2 * len(clients)
+    gap = np.abs(foreign["trainer_logprobs"] - foreign["sampler_logprobs"])[foreign["loss_mask"]]
+    assert gap.max() < 1e-4
 
 
 def asking(folder, ask):

@@ -194,6 +194,10 @@ def test_a_plugin_requires_core_and_no_other_plugin(plugin: Path) -> None:
     assert set(found[1:]) <= others, f"{whet}, wanted core and libraries alone"
 
 
+IMPORTED_AS = {"pyyaml": "yaml", "megatron_core": "megatron"}
+"""Modules of distributions with other names."""
+
+
 @every_plugin
 def test_a_plugin_requires_what_it_imports(plugin: Path) -> None:
     chosen = [need for needs in project(plugin).get("optional-dependencies", {}).values() for need in needs]
@@ -201,7 +205,8 @@ def test_a_plugin_requires_what_it_imports(plugin: Path) -> None:
     required = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needs}
     core = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     given = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in core}
-    known = required | given | {package(plugin), "yaml" if "pyyaml" in given else ""} | set(sys.stdlib_module_names)
+    modules = {module for name, module in IMPORTED_AS.items() if name in required | given}
+    known = required | given | modules | {package(plugin)} | set(sys.stdlib_module_names)
     for file in (plugin / "src").rglob("*.py"):
         missing = set(imports(file)) - known
         assert not missing, f"{file.relative_to(ROOT)} imports {', '.join(missing)}, which pyproject.toml does not name"

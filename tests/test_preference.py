@@ -18,8 +18,8 @@ from whet.plugins.registry import load_plugins
 from whet.run.compose import run
 from whet.runtime.local import LocalCluster
 from whet_dpo.config import DpoConfig
-from whet_fsdp2.layout import pack, used_lengths
 from whet_testing.batches import random_batch
+from whet_training.layout import pack, used_lengths
 
 SFT = {"weight": 0.3}
 LOSSES = {

@@ -26,8 +26,8 @@ from whet.run.compose import run
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config
-from whet_fsdp2.layout import pack, used_lengths
 from whet_testing.role_context import make_context
+from whet_training.layout import pack, used_lengths
 
 LOSS = Spec("whet_rm.losses:BradleyTerry", "whet_rm.config:BradleyTerryConfig", {"margin": 0.5, "centering": 0.01})
 

@@ -241,6 +241,9 @@ class GeneratorFacts(WorkerFacts):
     """Columns that the generator can record while it samples; see `whet.interfaces.generator`."""
     adapters: frozenset[str] = frozenset()
     """The kinds of weights whose adapters the generator applies by itself; see `AdapterInfo.kinds`."""
+    extras: frozenset[str] = frozenset()
+    """Optional parts of a request that it supports, of `progress` (reports tokens while it samples), `likeliest`
+    (reports the likeliest tokens at each position, too) and `schema` (holds a text to a JSON schema)."""
 
 
 @frozen(kw_only=True)

@@ -31,6 +31,7 @@ from whet.config.sections import (
     ModelSection,
     RolloutSection,
     RunSection,
+    SamplingSection,
     WeightSyncSection,
     selection,
 )
@@ -412,11 +413,13 @@ def test_splits_that_the_facts_do_not_name_are_refused():
 
 
 def test_samples_of_an_environment_that_cannot_differ_are_refused():
-    entry = EnvironmentSection(component=chosen("environments", "sums"), temperature=0.0, group_size=1)
+    entry = EnvironmentSection(
+        component=chosen("environments", "sums"), sampling=SamplingSection(temperature=0.0), group_size=1
+    )
     config = make_config(environments=[entry], evaluation=EvaluationSection([attrs.evolve(entry, group_size=2)]))
     found = problems(config, {**FACTS, "algorithm.filters.0": FilterFacts(least_group_size=2)})
     assert found == [
-        "environments.0.temperature: is 0, so all samples would be equal; wanted more than 0",
+        "environments.0.sampling.temperature: is 0, so all samples would be equal; wanted more than 0",
         "environments.0.group_size: is 1, and a filter compares at least 2",
         "evaluation.environments.0.group_size: is of training; state `samples`",
     ]

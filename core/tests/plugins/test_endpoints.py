@@ -25,8 +25,8 @@ def whet_endpoints():
     return [__name__ + ":Made"]
 
 class Made:
-    def __init__(self, section):
-        self.section = section
+    def __init__(self, section, extras):
+        self.section, self.extras = section, extras
 
     def open(self, sequence, chat, sampling, ignore):
         return self, sequence, tuple(ignore)
@@ -76,11 +76,11 @@ endpoint: {serve: true}
 def test_the_plugin_is_built_once_with_the_section_of_the_config(site: Path, install: Any) -> None:
     install("whet-door", {"door_hooks": PLUGIN})
     section = EndpointSection(port=8080)
-    endpoints = InstalledEndpoints(section)
+    endpoints = InstalledEndpoints(section, extras=frozenset({"likeliest"}))
     (one, sequence, ignore), (other, *_) = opened(endpoints), opened(endpoints)
     assert (sequence, ignore) == ("sequence", ("seed",))
     assert one is other
-    assert one.section is section
+    assert (one.section, one.extras) == (section, {"likeliest"})
     served: Any = endpoints.serve("generator", max_context=3)  # type: ignore[arg-type]
     assert served == (one, ("generator",), {"max_context": 3})
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from whet.interfaces.clock import stopped_clock
 from whet.rollout.gate import Gate
 
 
@@ -87,3 +88,57 @@ def test_an_open_gate_limits_time() -> None:
 
     with pytest.raises(TimeoutError):
         run(scene())
+
+
+def test_while_an_episode_waits_for_its_turn_no_time_passes() -> None:
+    async def scene() -> list[str]:
+        gate, ended = Gate(), list[str]()
+
+        async def work(waits: float, works: float) -> None:
+            try:
+                async with gate.time_limit(0.2):
+                    with stopped_clock():
+                        with stopped_clock():
+                            await asyncio.sleep(waits / 2)
+                        await asyncio.sleep(waits / 2)
+                    await asyncio.sleep(works)
+                ended.append("in time")
+            except TimeoutError:
+                ended.append("too late")
+
+        await work(0.4, 0.0)
+        await work(0.0, 60.0)
+        shut = asyncio.create_task(work(0.1, 0.0))  # the gate is opened after the wait: two reasons to stop overlap
+        await asyncio.sleep(0)
+        await gate.shut()
+        await asyncio.sleep(0.3)
+        gate.open()
+        await shut
+        return ended
+
+    assert run(scene()) == ["in time", "too late", "in time"]
+
+
+def test_outside_of_an_episode_and_after_it_a_clock_stops_nothing() -> None:
+    async def scene() -> None:
+        with stopped_clock():
+            pass
+        gate, leave = Gate(), asyncio.Event()
+
+        async def lingers() -> None:
+            with stopped_clock():
+                await leave.wait()
+
+        async with gate.time_limit(60):
+            left_behind = asyncio.create_task(lingers())
+            await asyncio.sleep(0)
+            threads = await asyncio.gather(asyncio.to_thread(asyncio.run, lingering_elsewhere()))
+            assert threads == ["elsewhere"]
+        leave.set()
+        await left_behind
+
+    async def lingering_elsewhere() -> str:
+        with stopped_clock():
+            return "elsewhere"
+
+    run(scene())

@@ -90,6 +90,8 @@ class ModelSection:
     """Run Python code from the model folder. Only for folders that you trust as your own code."""
     chat_template: str | None = field(default=None, metadata={"path": True})
     """A file with a Jinja chat template to use instead of the model's own."""
+    template: dict[str, bool | int | float | str] = field(factory=dict)
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`. One that it does not use is refused."""
 
 
 @frozen
@@ -117,6 +119,18 @@ class PassingSection:
 
 
 @frozen
+class SamplingSection:
+    """How responses are sampled in one environment."""
+
+    max_tokens: int = field(default=0, validator=between(0, TOKENS))
+    """Longest completion of one turn, in tokens; 0: as in `rollout` or `evaluation`."""
+    temperature: float | None = field(default=None, validator=optional(between(0, 100)))
+    """The temperature; null: as in `rollout` or `evaluation`. Training needs more than 0."""
+    stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
+    """Stop strings, beside those of `rollout`."""
+
+
+@frozen
 class EnvironmentSection:
     """One environment of a run. Keys that are not named here belong to the environment."""
 
@@ -130,12 +144,8 @@ class EnvironmentSection:
     """Share of the groups that come from this environment, relative to the others."""
     group_size: int = field(default=0, validator=between(0, GROUP))
     """For training: number of samples of one task; 0: as the algorithm has it."""
-    max_tokens: int = field(default=0, validator=between(0, TOKENS))
-    """Longest completion of one turn here, in tokens; 0: as in `rollout` or `evaluation`."""
-    temperature: float | None = field(default=None, validator=optional(between(0, 100)))
-    """Temperature here; null: as in `rollout` or `evaluation`. Training needs more than 0."""
-    stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
-    """Stop strings here, beside those of `rollout`."""
+    sampling: SamplingSection = attrs.Factory(SamplingSection)
+    """How responses are sampled here, where it differs from `rollout` or `evaluation`."""
     samples: int = field(default=1, validator=between(1, GROUP))
     """Number of episodes for each task in evaluation."""
     limit: int = field(default=0, validator=between(0, RECORDS))
@@ -290,6 +300,9 @@ class EndpointSection:
     """Largest request, in bytes."""
     max_connections: int = field(default=1024, validator=between(1, RETRIES))
     """Largest number of open connections."""
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    """What happens to a parameter of a request that is unknown, or cannot be kept: `refuse` answers with an error that
+    names it; `ignore` leaves it out, and the header `x-whet-ignored` of the response names it."""
     record: int = field(default=256 << 20, validator=between(0, BYTES), metadata={"off": 0})
     """For `serve`: the largest size of `endpoint.jsonl` in the run folder, in bytes. It holds prompt, response,
     logprobs and versions of each response, as tokens. Later requests are served and counted, not recorded. 0: nothing

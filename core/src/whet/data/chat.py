@@ -4,30 +4,35 @@
     the model                                 42 <end>          its tokens, which never change again
     continuation                                      \\n user: and 6*8? assistant:
 
-History is append-only. The text to append is found by comparing two texts that the template renders, and only the new
-text is tokenised. A template that rewrites earlier messages (drops the reasoning of earlier turns, say) is refused.
+The text to append is found by comparing two texts that the template renders, and only the new text is tokenised. The
+template sees the parts of what the model wrote: reasoning, content, calls. A template that renders an earlier turn
+without one of them rewrites history: `continuation` raises, and a new sequence begins with a new prompt.
 """
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from attrs import frozen
 from tokenizers import Encoding
 
-from whet.data.messages import Conversation, Message, Tools
+from whet.data.messages import Conversation, Message, ResponseReader, Tools
 from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
 from whet.data.templates import ChatTemplate, read_template, read_text
 from whet.data.tokenizer_files import read_json, read_tokenizer, special_tokens
 from whet.errors import DataError
 
+MakeReader = Callable[["ChatTokenizer"], ResponseReader]
 TrainOn = Literal["all", "last"]
 """Which of the assistant's turns to train on."""
+MOST_STOPS = 8
+"""Most end-of-turn tokens that are looked at for the end of a turn."""
 
 
 class RewrittenHistory(DataError):  # noqa: N818 - it says what the template did
@@ -47,15 +52,20 @@ class Trainable:
 class ChatTokenizer:
     """The tokenizer and chat template of a model folder. Safe to use from several threads."""
 
-    def __init__(self, folder: str | Path, chat_template: str | None = None, now: datetime | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, chat_template: str | None = None, now: datetime | None = None,
+        arguments: Mapping[str, Any] | None = None, responses: "MakeReader | None" = None,
+    ) -> None:  # fmt: skip
         """Read a model folder with `tokenizer.json`. Also read `tokenizer_config.json`, `special_tokens_map.json`,
         `chat_template.jinja` and `generation_config.json` if they exist.
 
         `chat_template` is a file, or a template itself, to use instead of the folder's. `now` is the time that
-        templates see; by default the time of construction. Raises `DataError` that names what is missing.
+        templates see; by default the time of construction. `arguments` are passed to the template. `responses`
+        makes what reads the parts of responses; without it, a response is text. Raises `DataError` that names what is
+        missing.
         """
         self.folder = Path(folder)
-        self._now = now or datetime.now()
+        self._now, self._arguments = now or datetime.now(), dict(arguments or {})
         self._config = read_json(self.folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:
             self._config = {**self._config, **read_json(self.folder / "special_tokens_map.json")}
@@ -65,6 +75,8 @@ class ChatTokenizer:
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
+        self._make_reader = responses
+        self._learned: dict[str, ResponseReader | None] = {}  # shared by all copies
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -76,7 +88,7 @@ class ChatTokenizer:
                 "give one with model.chat_template, or use a model that was tuned for chat"
             )
         try:
-            return ChatTemplate(self._source, self._special, self._now)
+            return ChatTemplate(self._source, self._special, self._now, self._arguments)
         except DataError as error:
             raise DataError(f"{self.folder if self._own else 'model.chat_template'}: {error}") from error
 
@@ -86,9 +98,38 @@ class ChatTokenizer:
         other._tools = tools
         return other
 
-    def render(self, conversation: Conversation) -> str:
-        """Return the text of a conversation, without the header of a next turn."""
-        return self.template.render(conversation, tools=self._tools)
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
+        """Return the text of a conversation, by default without the header of a next turn."""
+        shown = tuple(self._shown(message) for message in conversation)
+        try:
+            return self.template.render(shown, tools=self._tools, generation_prompt=generation_prompt)
+        except DataError:
+            if not any(message.written for message in conversation):
+                raise
+            # What refuses parts may take the same as text.
+            return self.template.render(conversation, tools=self._tools, generation_prompt=generation_prompt)
+
+    def message(self, tokens: IntArray, prefill: str = "") -> Message:
+        """Return a completion [completion] as the assistant's message: its text, which begins with the prefill."""
+        ended = len(tokens) > 0 and int(tokens[-1]) in self.stop_tokens
+        written = self.decode(tokens[:-1] if ended else tokens, skip_special=False)
+        return Message("assistant", prefill + self.decode(tokens), written=prefill + written)
+
+    def parts(self, message: Message) -> Message:
+        """Return a message with its reasoning, content and tool calls apart, if the model wrote it."""
+        reader = self._reader if message.written else None
+        return message if reader is None else reader.read(message.written, self._tools)
+
+    def _shown(self, message: Message) -> Message:
+        """Return a message as the template takes it."""
+        reader = self._reader if message.written else None
+        return message if reader is None else reader.shown(message.written, self._tools)
+
+    @property
+    def _reader(self) -> ResponseReader | None:
+        if not self._learned:
+            self._learned["reader"] = self._make_reader(self) if self._make_reader else None
+        return self._learned["reader"]
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -131,27 +172,43 @@ class ChatTokenizer:
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens [L] that the model is to continue. They end with the header of its turn."""
-        return self.encode(self._prompt_text(conversation))
+        return self.encode(self.render(conversation, generation_prompt=True))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the model's last completion, so that it can respond to `messages`.
 
         `history` ends with the model's message. `stopped` is whether its last token is one of `stop_tokens`; if not,
-        the tokens that close its turn come first. Raises `DataError` if the template rewrites history.
+        the tokens that close its turn come first. Raises `RewrittenHistory` if the template rewrites history.
         """
         if not history or history[-1].role != "assistant":
             raise ValueError("a history to continue ends in a message of the assistant")
-        asked = self._prompt_text(history[:-1])
-        whole = self._prompt_text((*history, *messages))
-        end = _end_of(history[-1].text, whole, len(asked)) if whole.startswith(asked) else None
+        asked = self.render(history[:-1], generation_prompt=True)
+        whole = self.render((*history, *messages), generation_prompt=True)
+        end = self._where_ends(history[-1], whole, len(asked)) if whole.startswith(asked) else None
         if end is None:
-            raise _rewritten(asked + history[-1].text, whole)
+            raise _rewritten(asked + (history[-1].written or history[-1].text), whole)
         rest = whole[end:]
         return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
 
-    def _prompt_text(self, conversation: Conversation) -> str:
-        """Return the text that the model is to continue."""
-        return self.template.render(conversation, generation_prompt=True, tools=self._tools)
+    def _where_ends(self, message: Message, whole: str, begin: int) -> int | None:
+        """Return where a turn that begins in a text ends in it. None: the text says something else there.
+
+        A template may write a call in other words than the model did, as with other spaces, if its parts are the same.
+        """
+        end = _end_of(message.written or message.text, whole, begin)
+        if end is not None or not message.written or self._reader is None:
+            return end
+        said, at = self._reader.shown(message.written, self._tools), begin
+        for _ in range(MOST_STOPS):
+            stops = [at for stop in self._stop_texts if (at := whole.find(stop, at)) >= 0]
+            if not stops:
+                return None
+            at = min(stops)
+            shown = self._reader.shown(whole[begin:at], self._tools)
+            if _meaning(shown) == _meaning(said):
+                return at
+            at += 1
+        return None
 
     def training(self, conversation: Conversation, train_on: TrainOn = "all", first: int = 0) -> Trainable:
         """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.
@@ -306,6 +363,12 @@ def given_template(chat_template: str) -> str:
         return read_text(Path(chat_template))
     except DataError as error:
         raise DataError(f"model.chat_template: {error}") from error
+
+
+def _meaning(message: Message) -> tuple[Any, ...]:
+    """Return what two messages have in common that say the same."""
+    calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
+    return message.reasoning.split(), message.text.split(), calls
 
 
 def _offsets(encoding: Encoding) -> IntArray:

@@ -2,12 +2,12 @@
 
 No model reads images yet: chat templates refuse them. Environments, records and the report have them.
 
-Tool calls that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself wrote is
-recorded as its text, tool calls included.
+Tool calls and reasoning that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself
+wrote is recorded as its text, all of it; `Message.written` keeps its special tokens, for who reads its parts.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import field, frozen
 
@@ -68,6 +68,10 @@ class Message:
     """Tool calls of an assistant message. They come after its content."""
     answers: str = ""
     """For a tool message: the id of the call whose result it is."""
+    reasoning: str = ""
+    """Reasoning of an assistant message. It comes before its content."""
+    written: str = field(default="", eq=False, repr=False)
+    """What the model itself wrote, special tokens included, without the stop token. Empty: others wrote the message."""
 
     @property
     def text(self) -> str:
@@ -86,6 +90,26 @@ class Message:
 
 
 Conversation = tuple[Message, ...]
+
+
+class ResponseReader(Protocol):
+    """Reads the parts of a response, in the format that the chat template writes them in.
+
+    A distribution offers one by an entry point in the group `whet.responses`: a function that is called with a
+    `whet.interfaces.chat.Chat`.
+    """
+
+    def read(self, text: str, tools: Tools) -> Message:
+        """Return a response as a message of the assistant: reasoning, content, and calls if there are tools.
+
+        text: all that the model wrote, special tokens included, without the stop token. Nothing is raised for a text
+        that is damaged: it stays content.
+        """
+        ...
+
+    def shown(self, text: str, tools: Tools) -> Message:
+        """Return the message in the form that the template shows it in later: with the parts that it has fields for."""
+        ...
 
 
 def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]") -> Conversation:

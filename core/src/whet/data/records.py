@@ -8,7 +8,7 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from whet.data.messages import Conversation, Image, conversation
+from whet.data.messages import Call, Conversation, Image, conversation
 from whet.errors import DataError
 
 IntArray = NDArray[np.int64]
@@ -92,6 +92,9 @@ class Sampling:
     """Stop strings. The tokens up to the one that completes a stop string are kept."""
     stop_tokens: tuple[int, ...] = ()
     """Stop tokens. The stop token itself is kept, as the last one."""
+    schema: str = ""
+    """A JSON schema that the text must match, as JSON; empty: none. Only for generators whose facts list `schema`, and
+    never in training, which needs free samples."""
 
 
 @frozen(eq=False)
@@ -111,6 +114,27 @@ class Request:
     replica: int | None = None
     """The replica that must continue the sequence, counted from 0. If it is away, the request fails with `RequestLost`.
     None: any replica."""
+    progress: int | None = None
+    """Whether tokens are reported while they are sampled, if the generator can; see `whet.interfaces.generator`. A
+    number: each token with this many of the likeliest ones. None: only the completion is wanted."""
+
+
+@frozen(eq=False)
+class Progress:
+    """Tokens of a running completion, as soon as they are sampled. Shown to people, never recorded."""
+
+    id: str
+    """The id of the request."""
+    begin: int
+    """Number of tokens of the completion before these. A request that begins again reports from 0 again."""
+    tokens: IntArray
+    """[tokens]."""
+    logprobs: FloatArray
+    """[tokens], as in `Completion`."""
+    likeliest: IntArray
+    """[tokens, k], the k likeliest tokens at each position, the likeliest first."""
+    likeliest_logprobs: FloatArray
+    """[tokens, k]."""
 
 
 @frozen(eq=False)
@@ -141,6 +165,8 @@ class Reply:
     """All tokens of the completion."""
     stop: Stop
     """Why the completion ended; `length` for a response that was cut by its limit, or by the end of the context."""
+    calls: tuple[Call, ...] = ()
+    """The tool calls in the response, if the sequence has tools; see `Model.with_tools`."""
 
 
 @frozen(eq=False)
@@ -190,6 +216,9 @@ class Trajectory:
     in it."""
     agent: str = ""
     """The agent that the sequence belongs to; empty: the only agent."""
+    part: int = 0
+    """0 for the first sequence of a conversation. A chat template that rewrites history begins another: 1, and so on.
+    They follow each other."""
     rewards: Mapping[str, float] | None = None
     """Every named reward of this sequence, unweighted: of the episode, of the agent, of the sequence, of its turns.
     None: the rewards of the episode."""
@@ -274,6 +303,8 @@ class Group:
             first: dict[str, list[float]] = {}
             for t in episode.trajectories:
                 own = episode if t.rewards is None else t
+                if t.part:
+                    continue
                 first.setdefault(t.agent, []).append(float((own.rewards or {}).get(name, 0.0) if name else own.reward))
             for agent, values in first.items():
                 found.setdefault(agent, []).extend(values if agent in apart else values[:1])

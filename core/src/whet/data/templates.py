@@ -6,66 +6,117 @@ and tools as JSON values.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from whet.data.messages import Conversation, Message, Tools
+from whet.data.messages import Conversation, Tools
 from whet.errors import DataError
 
 
 class ChatTemplate:
     """A compiled chat template, with the special tokens that it may write."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], now: datetime) -> None:
+    def __init__(
+        self, source: str, variables: Mapping[str, str], now: datetime, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         """Compile a template. `variables` are special tokens by name; `now` is the time that the template sees.
 
-        The time is fixed because a conversation that runs past midnight would otherwise have its history rewritten.
+        `arguments` are further variables. Raises `DataError` for one that the template does not use. The time is fixed
+        because a conversation that runs past midnight would otherwise have its history rewritten.
         """
         self.source = source
-        self._variables = dict(variables)
+        self._variables, environment = {**variables, **(arguments or {})}, _environment(now)
         try:
-            self._template = _environment(now).from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
+        own = {"messages", "tools", "documents", "add_generation_prompt", *variables, *environment.globals}
+        used = sorted(jinja2.meta.find_undeclared_variables(tree) - own - {"bos_token", "eos_token", "pad_token"})
+        if unused := [name for name in arguments or () if name not in used]:
+            known = f"it uses {', '.join(used)}" if used else "it uses none"
+            raise DataError(f"the chat template does not use the argument {unused[0]!r}; {known}")
+        read = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+        read |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+        self._reasoning = next((name for name in ("reasoning_content", "reasoning", "thinking") if name in read), "")
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False, tools: Tools = ()) -> str:
-        """Return the text of a conversation. Raises `DataError` if the template refuses it."""
-        try:
-            return self._template.render(
-                messages=[_seen(message) for message in conversation],
-                tools=[json.loads(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self._variables,
-            )
-        except _FAULTS as error:
-            roles = ", ".join(message.role for message in conversation) or "none"
-            raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+        """Return the text of a conversation. Raises `DataError` if the template refuses it.
 
+        Templates differ in what they take: content as text or as a list of parts; beside calls, no content or an empty
+        one; arguments of calls as values or as text. The first form that a template takes is used.
+        """
+        calling, fault = any(message.calls for message in conversation), None
+        for empty, as_text in ((None, False), ("", False), ("", True)) if calling else ((None, False),):
+            messages = list(self._seen(conversation, empty, as_text))
+            try:
+                text = self._rendered(messages, tools, generation_prompt)
+            except _FAULTS as error:
+                fault = fault or error
+            else:
+                if empty == "" or not calling or "None" not in text:
+                    return text
+        roles = ", ".join(message.role for message in conversation) or "none"
+        raise DataError(f"the chat template refuses a conversation with the roles {roles}: {fault}") from fault
 
-def _seen(message: Message) -> dict[str, Any]:
-    """Return a message in the form that templates read. Raises `DataError` if a part of it is not text."""
-    if any(part.type != "text" for part in message.content):
-        raise DataError(f"a {message.role} message has an image, and no model reads images yet; leave it out")
-    seen: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.answers:
-        seen["tool_call_id"] = message.answers
-    if message.calls:
-        seen["content"] = message.text or None
-        seen["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
-            for c in message.calls
-        ]
-    return seen
+    def _rendered(self, messages: list[dict[str, Any]], tools: Tools = (), generation_prompt: bool = False) -> str:
+        return self._template.render(
+            messages=messages,
+            tools=[json.loads(tool) for tool in tools] or None,
+            documents=None,
+            add_generation_prompt=generation_prompt,
+            **self._variables,
+        )
+
+    def _seen(self, conversation: Conversation, empty: str | None, as_text: bool) -> Iterator[dict[str, Any]]:
+        """Yield the messages in the form that templates read. Raises `DataError` if a part of one is not text.
+
+        The result of a tool has the id and the name of its call. Without an id, results answer calls in their order.
+        """
+        waiting: dict[str, str] = {}
+        for message in conversation:
+            if any(part.type != "text" for part in message.content):
+                raise DataError(f"a {message.role} message has an image, and no model reads images yet; leave it out")
+            seen: dict[str, Any] = {"role": message.role, "content": message.text}
+            if self._takes_parts:
+                seen["content"] = [{"type": "text", "text": message.text}]
+            if message.role == "tool":
+                call = message.answers or next(iter(waiting), "")
+                seen |= {"tool_call_id": call, "name": waiting.pop(call)} if call in waiting else {}
+                seen |= {"tool_call_id": message.answers} if message.answers else {}
+            if message.reasoning and self._reasoning:
+                seen[self._reasoning] = message.reasoning
+            if message.calls:
+                waiting = {call.id: call.name for call in message.calls}
+                seen["content"] = seen["content"] if message.text else empty
+                seen["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": held}}
+                    for c in message.calls
+                    for held in [c.arguments if as_text else json.loads(c.arguments)]
+                ]
+            yield seen
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Return whether the template drops or refuses content that is text, and takes a list of parts."""
+        for content in ("whetstone", [{"type": "text", "text": "whetstone"}]):
+            try:
+                if "whetstone" in self._rendered([{"role": "user", "content": content}]):
+                    return not isinstance(content, str)
+            except _FAULTS:
+                continue
+        return False
 
 
 _FAULTS = (

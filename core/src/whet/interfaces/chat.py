@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from whet.data.messages import Conversation, Tools
+from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import IntArray
 
 
@@ -22,6 +22,10 @@ class Chat(Protocol):
 
     def pieces(self, tokens: IntArray) -> list[str]: ...  # noqa: D102
 
-    def render(self, conversation: Conversation) -> str: ...  # noqa: D102
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str: ...  # noqa: D102
+
+    def message(self, tokens: IntArray, prefill: str = "") -> Message: ...  # noqa: D102
+
+    def parts(self, message: Message) -> Message: ...  # noqa: D102
 
     def with_tools(self, tools: Tools) -> "Chat": ...  # noqa: D102

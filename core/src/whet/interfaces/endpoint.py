@@ -4,7 +4,8 @@
     endpoint.serve: true     Endpoints.serve    for a whole run; no response is trained on
 
 The hook `whet_endpoints` names the class that implements `Endpoints`. The class is built on the driver, and only when
-an endpoint is needed. It is called as `target(section)`, where `section` is the section `endpoint` of the config.
+an endpoint is needed. It is called as `target(section, extras)`: `section` is the section `endpoint` of the config, and
+`extras` are the optional parts of requests that the generator supports, from its facts.
 """
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
-from whet.data.messages import Conversation, Message
+from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import Episode, Group, Reply, Task
 from whet.errors import DataError, EpisodeError, Undecided
 
@@ -89,14 +89,23 @@ class Model(Protocol):
     ) -> Reply:
         """Append messages to the history, sample a response, and return it.
 
-        The history is append-only: the model's own tokens are kept, and never tokenised again. Raises `ContextFull` if
-        the context leaves no room for a response.
+        The model's own tokens are kept, and never tokenised again. If the chat template rewrites history, the
+        conversation goes on in another sequence of the same episode. Raises `ContextFull` if the context leaves no room
+        for a response.
 
         :param max_tokens: a limit below the run's limit. None: the run's limit.
         :param stop: stop strings in addition to the run's.
         :param temperature: if it differs from the run's, the response is context, and it is not trained on: its tokens
             come from another distribution than the policy's. None: the run's temperature.
         :param prefill: the beginning of the response. The model continues it. Its tokens are not trained on.
+        """
+        ...
+
+    def with_tools(self, tools: Tools) -> "Model":
+        """Return another sequence of the same episode, without history. Its prompt describes the tools.
+
+        The chat template writes the tools, and `Reply.calls` has the calls that the model wrote in the template's own
+        format. A template that knows no tools leaves them out. A result is `Message("tool", text, answers=call.id)`.
         """
         ...
 

@@ -4,17 +4,56 @@ If `RoleContext.columns` names columns, a generator records them with each compl
 
     routed_experts   [prompt + completion, layers * k] int16   the k experts of each layer with experts that computed
                                                                the token as an input; -1: unknown, as at the last token
+
+A caller that shows tokens while they are sampled sets a listener around its call. It is a context variable, so nothing
+that stands between the caller and the generator has to pass it on:
+
+    with listening(Listener(show)):
+        completion = await generator.generate(request)
+
+A generator whose facts list `progress` calls the listener with `Progress` records before it returns; others ignore it.
+The completion decides: after the loss of a replica, a request is sampled again from its first token on.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from attrs import frozen
+
 if TYPE_CHECKING:
-    from whet.data.records import Completion, Request
+    from whet.data.records import Completion, Progress, Request
     from whet.interfaces.weights import TransferSpec
     from whet.interfaces.workers import Pending
 
 OnWeightUpdate = Literal["drain", "continue", "abort"]
 """What happens to running requests when new weights arrive. A generator's facts list the values that it supports."""
+
+
+@frozen
+class Listener:
+    """Receives the tokens of a request while they are sampled."""
+
+    call: "Callable[[Progress], None]"
+    """Called on the event loop of the caller. It must not wait."""
+    likeliest: int = 0
+    """The number of likeliest tokens that are wanted at each position; only for generators whose facts list
+    `likeliest`."""
+
+
+listener: "ContextVar[Listener | None]" = ContextVar("listener", default=None)
+"""The listener of the requests that this task makes."""
+
+
+@contextmanager
+def listening(to: "Listener | None") -> Iterator[None]:
+    """Set the listener of the requests made in the body."""
+    token = listener.set(to)
+    try:
+        yield
+    finally:
+        listener.reset(token)
 
 
 @runtime_checkable

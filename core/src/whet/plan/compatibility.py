@@ -106,8 +106,10 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
             yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
         if (entry.python or entry.processes) and (missing := missing_processes()):
             yield Problem(f"{where}.{i}.{'python' if entry.python else 'processes'}", f"is given; {missing}")
-        if where == "environments" and entry.temperature == 0:
-            yield Problem(f"{where}.{i}.temperature", "is 0, so all samples would be equal; wanted more than 0")
+        if where == "environments" and entry.sampling.temperature == 0:
+            yield Problem(
+                f"{where}.{i}.sampling.temperature", "is 0, so all samples would be equal; wanted more than 0"
+            )
         if where != "environments" and entry.group_size:
             yield Problem(f"{where}.{i}.group_size", "is of training; state `samples`")
         elif 0 < entry.group_size < least:

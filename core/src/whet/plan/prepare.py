@@ -169,11 +169,23 @@ def _find_model(section: "ModelSection", config_only: bool, where: str = "") -> 
         model = read_model(folder, section.dtype, section.trust_remote_code)
         if section.chat_template is not None:
             model = evolve(model, chat_template=_template(section.chat_template))
+        if section.template and (folder / "tokenizer.json").is_file():
+            _check_arguments(folder, section)
         if not config_only:
             check_weights(folder)
     except ConfigError as error:
         raise ConfigError([f"{where}{problem}" for problem in error.problems]) from error
     return model
+
+
+def _check_arguments(folder: Path, section: "ModelSection") -> None:
+    """Raise `ConfigError` for arguments that the chat template does not use."""
+    from whet.data.chat import ChatTokenizer
+
+    try:
+        _ = ChatTokenizer(folder, section.chat_template, arguments=section.template).template
+    except DataError as error:
+        raise ConfigError(f"model.template: {error}") from error
 
 
 def _template(given: str) -> str:

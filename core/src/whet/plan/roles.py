@@ -97,6 +97,12 @@ class Roles:
         return facts.outputs_given if isinstance(facts, BackendFacts) else frozenset()
 
     @property
+    def extras(self) -> frozenset[str]:
+        """Return the optional parts of requests that the generator supports; see `GeneratorFacts`."""
+        facts = self.facts.get("generator")
+        return facts.extras if isinstance(facts, GeneratorFacts) else frozenset()
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all roles."""
         return tuple(self.by_name)

@@ -38,8 +38,12 @@ def missing_endpoints(registry: Registry) -> str:
 class InstalledEndpoints:
     """Opens endpoints by the plugin that offers them. Obeys `whet.interfaces.endpoint.Endpoints`."""
 
-    def __init__(self, section: EndpointSection | None = None, registry: Registry | None = None) -> None:
-        self._section, self._registry = section or EndpointSection(), registry
+    def __init__(
+        self, section: EndpointSection | None = None, registry: Registry | None = None,
+        extras: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`extras` are those of the generator's facts."""
+        self._section, self._registry, self._extras = section or EndpointSection(), registry, extras
         self._endpoints: Endpoints | None = None
 
     def open(
@@ -58,5 +62,5 @@ class InstalledEndpoints:
             if missing := missing_endpoints(registry):
                 raise PluginError(f"an endpoint of the model needs a plugin; {missing}")
             (target,) = registry.targets(HOOK).values()
-            self._endpoints = resolve(target)(self._section)
+            self._endpoints = resolve(target)(self._section, self._extras)
         return self._endpoints

@@ -5,13 +5,16 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
+from whet.data.messages import ResponseReader
 from whet.errors import PluginError, in_words
+from whet.interfaces.chat import Chat
 from whet.interfaces.data import DataReader
 from whet.interfaces.weights import Probe
 from whet.plugins.catalog import catalog, install_words
 
 READER = ("whet.data", "data-files", "data files are read")
 PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
+RESPONSES = ("whet.responses", "responses", "responses are read")
 FORECAST = ("whet.forecasts", "memory-forecast", "the peaks of memory are predicted")
 APART = ("whet.environment_processes", "environment-processes", "environments are played in processes of their own")
 """The entry-point group of a feature, the word for it in the catalog, and what it does."""
@@ -27,6 +30,12 @@ def reader() -> DataReader:
     """Return the reader. Raises `PluginError` with what to install."""
     made: DataReader = _load("data files need a plugin", *READER)
     return made
+
+
+@functools.cache
+def responses() -> Callable[[Chat], ResponseReader] | None:
+    """Return what makes the reader of a chat's responses. None: no installed distribution brings one."""
+    return None if _missing(*RESPONSES) else _load("", *RESPONSES)
 
 
 def missing_probe() -> str:

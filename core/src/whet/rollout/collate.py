@@ -31,6 +31,9 @@ def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch
     one agent in an episode have the same `member`: they count once in a comparison. If an agent's sequences have
     rewards of their own in a group, each of them there is a member.
 
+    If a chat template rewrote history, a conversation has several sequences; see `Trajectory.part`. Then there is
+    `share` float32 per sequence: its part of the trained tokens of its conversation, 1 for any other sequence.
+
     If groups have a greedy episode, each of their sequences has its reward as `greedy_reward` float32, that of the same
     agent; the batch has nothing else of a greedy episode.
     """
@@ -74,6 +77,7 @@ def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch
                 [e.reward if t.rewards is None else t.reward for e in episodes for t in e.trajectories], np.float32
             ),
             "stopped": np.array([t.stop == "stop" for t in trajectories], np.bool_),
+            **({"share": _shares(trajectories)} if any(t.part for t in trajectories) else {}),
             **({"greedy_reward": np.array(greedy, np.float32)} if greedy else {}),
             **{f"reward:{name}": np.array(values, np.float32) for name, values in rewards.items()},
         },
@@ -86,15 +90,24 @@ def _members(owners: Sequence[tuple[Group, Episode]]) -> NDArray[np.int64]:
     numbers = dict[tuple[int, int | str], int]()
     apart = {(id(group), t.agent) for group, episode in owners for t in episode.trajectories if t.apart}
     keys = [
-        (i, j if (id(group), t.agent) in apart else t.agent)
+        (i, j - t.part if (id(group), t.agent) in apart else t.agent)
         for i, (group, episode) in enumerate(owners) for j, t in enumerate(episode.trajectories)
     ]  # fmt: skip
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
+def _shares(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
+    """Return which part of the trained tokens of its conversation each sequence has: [sequences]."""
+    conversation = np.cumsum([t.part == 0 for t in trajectories]) - 1
+    trained = np.array([np.count_nonzero(t.loss_mask) for t in trajectories], np.float64)
+    whole = np.bincount(conversation, trained)[conversation]
+    alone = np.array([t.part == 0 for t in trajectories], np.float64)
+    return np.where(whole > 0, trained / np.maximum(whole, 1), alone).astype(np.float32)
+
+
 def _greedy_reward(episode: Episode, agent: str) -> float:
     """Return the reward of a greedy episode for an agent: the mean over the agent's sequences."""
-    own = [t.reward for t in episode.trajectories if t.agent == agent and t.rewards is not None]
+    own = [t.reward for t in episode.trajectories if t.agent == agent and t.rewards is not None and not t.part]
     return sum(own) / len(own) if own else episode.reward
 
 
@@ -172,6 +185,7 @@ def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | N
     - response_length/cut: share of episodes with a response that was cut
     - context_full: share of episodes that asked for a response for which the context had no room
     - turns/mean
+    - rewritten: share of episodes whose history the chat template rewrote; only where it did
     - pass_rate: share of episodes that pass
 
     `passing` maps each environment of the run to its criterion; without it there is no pass_rate. If it has several
@@ -196,10 +210,11 @@ def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[
     spreads = [rewards.std(ddof=1, dtype=np.float64) for rewards in compared if len(rewards) > 1]
     greedy = [group.greedy.reward for group in groups if group.greedy is not None]
     cut = sum(any(trajectory.stop != "stop" for trajectory in episode.trajectories) for episode in episodes)
+    rewritten = sum(any(t.part for t in episode.trajectories) for episode in episodes)
     agents: dict[str, list[float]] = {}
     for played in episodes:
         for t in played.trajectories:
-            if t.agent:
+            if t.agent and not t.part:
                 agents.setdefault(t.agent, []).append(played.reward if t.rewards is None else t.reward)
     named = {
         name: [episode.rewards[name] for episode in episodes if name in episode.rewards]
@@ -219,6 +234,7 @@ def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[
         "response_length/max": largest(max(lengths)),
         "response_length/cut": mean(cut, count),
         "context_full": mean(sum(episode.context_full for episode in episodes), count),
+        **({"rewritten": mean(rewritten, count)} if rewritten else {}),
         "turns/mean": mean(sum(episode.turns for episode in episodes), count),
         **({"pass_rate": mean(sum(passed), len(passed))} if passed else {}),
     }

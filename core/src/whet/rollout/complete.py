@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Request
-from whet.interfaces.generator import Generator
+from whet.interfaces.generator import Generator, Listener, listener, listening
 
 
 async def complete(generator: Generator, request: Request, decode: Callable[[IntArray], str]) -> Completion:
@@ -31,7 +31,8 @@ async def complete(generator: Generator, request: Request, decode: Callable[[Int
     parts: list[Completion] = []
     rest = request
     while True:
-        part = await generator.generate(rest)
+        with listening(shifted(sum(len(p.tokens) for p in parts))):
+            part = await generator.generate(rest)
         if part.stop != "abort":
             return joined(request, [*parts, part], decode) if parts else part
         if len(part.tokens):
@@ -46,6 +47,14 @@ async def complete(generator: Generator, request: Request, decode: Callable[[Int
                 seed=derive_seed(request.seed, "rest", done),
             )
         await asyncio.sleep(0)  # a generator that aborts repeatedly must not block the event loop
+
+
+def shifted(begin: int) -> Listener | None:
+    """Return this task's listener, with tokens counted from the first part on: the next part begins at `begin`."""
+    to = listener.get()
+    if to is None or not begin:
+        return to
+    return evolve(to, call=lambda progress: to.call(evolve(progress, begin=begin + progress.begin)))
 
 
 def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:

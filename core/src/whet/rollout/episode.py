@@ -150,7 +150,7 @@ class Player(Sequences):
         sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")
-        played = {i: sequence.trajectory() for i, sequence in enumerate(model.sequences) if sequence.turns}
+        played = {i: sequence.trajectories() for i, sequence in enumerate(model.sequences) if sequence.turns}
         weights = route.environment.reward_weights
         trajectories, rewards = addressed(played, model.recorded, rewards, weights)
         return Episode(

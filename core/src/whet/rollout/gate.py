@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from whet.interfaces.clock import RUNNING, Clock
+
 
 class Gate:
     """Requests pass it with `async with gate`. For use from one event loop."""
@@ -13,8 +15,8 @@ class Gate:
         self._open.set()
         self._empty.set()
         self._inside = 0
-        self._limits: dict[asyncio.Timeout, float] = {}
-        """Running time limits, with the seconds that were left when the gate was shut."""
+        self._clocks: set[Clock] = set()
+        """Clocks of the running time limits."""
 
     async def __aenter__(self) -> None:
         await self._open.wait()
@@ -30,28 +32,29 @@ class Gate:
         """Block new requests, stop the clocks of all time limits, and wait until the requests inside have ended."""
         if self._open.is_set():
             self._open.clear()
-            now = asyncio.get_running_loop().time()
-            for limit in self._limits:
-                if not limit.expired():
-                    self._limits[limit] = max(0.0, (limit.when() or now) - now)
-                    limit.reschedule(None)
+            for clock in self._clocks:
+                clock.stop()
         await self._empty.wait()
 
     def open(self) -> None:
         """Admit requests again and restart the clocks. Safe to call twice."""
         if not self._open.is_set():
             self._open.set()
-            now = asyncio.get_running_loop().time()
-            for limit, left in self._limits.items():
-                if not limit.expired():
-                    limit.reschedule(now + left)
+            for clock in self._clocks:
+                clock.go()
 
     @asynccontextmanager
     async def time_limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
         """Limit the time of the body as `asyncio.timeout` does. While the gate is shut the clock stands still."""
         async with asyncio.timeout(seconds if self._open.is_set() else None) as limit:
-            self._limits[limit] = seconds
+            clock = Clock(limit, seconds)
+            if not self._open.is_set():
+                clock.stop()
+            self._clocks.add(clock)
+            token = RUNNING.set(clock)
             try:
                 yield limit
             finally:
-                del self._limits[limit]
+                RUNNING.reset(token)
+                clock.over = True
+                self._clocks.remove(clock)

@@ -4,8 +4,9 @@
     t t t t t   t t t                 t t t t                    t t              tokens
     . . . . .   x x x                 . . . .                    x x              loss_mask
 
-History is append-only. The model's tokens are kept as they were sampled, never decoded and tokenised again. A message
-of the environment is tokenised once, when it is appended.
+The model's tokens are kept as they were sampled, never decoded and tokenised again. A message of the environment is
+tokenised once, when it is appended. Where the chat template rewrites history, the conversation goes on in a further
+sequence: it begins with a new prompt, and earlier responses are not trained on in it.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
+from whet.data.chat import RewrittenHistory
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn, recordable
@@ -83,7 +85,7 @@ class Sequences:
 
 
 class RecordedModel:
-    """The model as an episode sees it: one sequence that grows. Obeys `whet.interfaces.environment.Model`
+    """The model as an episode sees it: one conversation that grows. Obeys `whet.interfaces.environment.Model`
     and `whet.interfaces.endpoint.RecordedSequence`.
     """
 
@@ -105,10 +107,8 @@ class RecordedModel:
         self.sequences.append(self)
         self.messages: Conversation = ()
         """The conversation so far, for the chat template and for records."""
-        self._tokens: IntArray = _NO_TOKENS
-        # (position of its first token, completion, whether it is trained on)
-        self._completions: list[tuple[int, Completion, bool]] = []
-        self._offsets = [(0, 0)]  # (tokens, messages) at the start and after each completion
+        self._parts = [_Part()]
+        self._offsets = [(0, 0, 0)]  # (part, tokens, messages) at the start and after each completion
         self._full = self._busy = False
 
     @property
@@ -133,14 +133,18 @@ class RecordedModel:
     def fork_after(self, turns: int) -> "RecordedModel":
         """Start another sequence with the history as it was after `turns` completions of this one, and return it."""
         other = self.fresh(self._tools)
-        other._tokens, other.messages = self.history(turns)
-        other._offsets = [self._offsets[turns]]
+        other._parts[0].tokens, other.messages = self.history(turns)
+        other._offsets = [(0, *self._offsets[turns][1:])]
         other._full = self._full and turns == self.turns
         return other
 
     def fresh(self, tools: Tools = ()) -> "RecordedModel":
         """Start another sequence of the same episode, without history, and return it."""
         return RecordedModel(self._shared, self._assignment, *self._sample_attempt, self, tools, self.agent)
+
+    def with_tools(self, tools: Tools) -> "RecordedModel":
+        """See `Model.with_tools`."""
+        return self.fresh(tools)
 
     def reward(
         self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
@@ -151,19 +155,20 @@ class RecordedModel:
         if of == "agent" and tokens is None:
             self.recorded.append(RecordedReward(name, number, self.agent))
             return
-        if not self._completions:
+        if not self.turns:
             raise EpisodeError(f"it gave the reward {name!r} to a {of} of a sequence without a response")
         if of == "sequence" and tokens is None:
             self.recorded.append(RecordedReward(name, number, self.agent, self._fork))
             return
-        begin, completion, _ = self._completions[-1]
+        begin, completion, _ = self._parts[-1].completions[-1]
         first, last = tokens or (0, len(completion.tokens))
         if of != "turn" or not 0 <= first < last <= len(completion.tokens):
             raise EpisodeError(
                 f"it gave the reward {name!r} to the tokens {tokens} of a {of}; wanted a turn, and tokens from 0 to "
                 f"{len(completion.tokens)}"
             )
-        self.recorded.append(RecordedReward(name, number, self.agent, self._fork, (begin + first, begin + last)))
+        span = (begin + first, begin + last)
+        self.recorded.append(RecordedReward(name, number, self.agent, self._fork, span, len(self._parts) - 1))
 
     def record(self, name: str, value: Any) -> None:
         """See `Model.record`. Raises `EpisodeError` for a value that cannot be recorded."""
@@ -179,12 +184,12 @@ class RecordedModel:
     @property
     def turns(self) -> int:
         """Return the number of completions of this sequence. A sequence without any leaves no trajectory."""
-        return len(self._completions)
+        return len(self._offsets) - 1
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
         """Return the tokens and messages as they were after `turns` completions."""
-        tokens, messages = self._offsets[turns]
-        return self._tokens[:tokens], self.messages[:messages]
+        part, tokens, messages = self._offsets[turns]
+        return self._parts[part].tokens[:tokens], self.messages[:messages]
 
     async def reply(
         self, messages: str | Message | Sequence[Message], *, max_tokens: int | None = None, stop: Sequence[str] = (),
@@ -201,13 +206,14 @@ class RecordedModel:
         try:
             turn = await self.turn(conversation(messages), sampling, prefill=prefill)
         except ContextFull as error:
-            if len(self._tokens):
+            if len(self._parts[-1].tokens):
                 raise
             raise EpisodeError(
                 f"its prompt of {error.length} tokens leaves no room for a response in {self._shared.max_context}; "
                 "raise rollout.max_context or leave the task out"
             ) from error
-        return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop)
+        calls = self._chat.parts(self.messages[-1]).calls if self._tools else ()
+        return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop, calls)
 
     async def turn(
         self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None, prefill: str = ""
@@ -225,18 +231,18 @@ class RecordedModel:
             self._busy = False
 
     async def _turn(self, messages: Conversation, sampling: Sampling, appended: IntArray | None, prefill: str) -> Turn:
-        shared = self._shared
+        shared, part = self._shared, self._parts[-1]
         if self._full:
             await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
-            raise ContextFull(len(self._tokens), shared.max_context)
-        prefix, tokens = self._tokens_with(messages, appended)
+            raise ContextFull(len(part.tokens), shared.max_context)
+        prefix, tokens, anew = self._tokens_with(messages, appended)
         if prefill:
             prefix, tokens = "", np.concatenate([tokens, self._chat.encode(prefill)])
         room = shared.max_context - len(tokens) if shared.max_context else sampling.max_tokens
         if room < 1:
-            self._full = len(self._tokens) > 0
+            self._full = len(part.tokens) > 0
             raise ContextFull(len(tokens), shared.max_context)
-        position = (self._assignment.index, *self._sample_attempt, self._fork, len(self._completions))
+        position = (self._assignment.index, *self._sample_attempt, self._fork, self.turns)
         request = Request(
             id=f"{shared.purpose}-" + "-".join(map(str, position)),
             tokens=tokens,
@@ -247,47 +253,59 @@ class RecordedModel:
         async with shared.gate:
             completion = await complete(shared.generator, request, shared.chat.decode)
         completion = checked_completion(completion, request)
-        text = prefill + shared.chat.decode(completion.tokens)
-        trained = sampling.temperature == shared.sampling.temperature
-        self._completions.append((len(tokens), completion, trained))
-        self._tokens = np.concatenate([tokens, completion.tokens])
-        self.messages = (*self.messages, *messages, Message("assistant", text))
-        self._offsets.append((len(self._tokens), len(self.messages)))
-        return Turn(tokens, completion, text)
+        said = self._chat.message(completion.tokens, prefill)
+        if anew:
+            part = _Part()
+            self._parts.append(part)
+        part.completions.append((len(tokens), completion, sampling.temperature == shared.sampling.temperature))
+        part.tokens = np.concatenate([tokens, completion.tokens])
+        self.messages = (*self.messages, *messages, said)
+        self._offsets.append((len(self._parts) - 1, len(part.tokens), len(self.messages)))
+        return Turn(tokens, completion, said.text)
 
-    def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray]:
-        """Return the name of a prompt that samples share (or ""), and the tokens to continue once messages are
-        appended.
+    def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray, bool]:
+        """Return the name of a prompt that samples share (or ""), the tokens to continue once messages are appended,
+        and whether they begin another sequence.
         """
+        tokens = self._parts[-1].tokens
         if appended is not None:
-            return "", np.concatenate([self._tokens, appended])
-        if len(self._tokens):
-            ended = int(self._tokens[-1]) in self._chat.stop_tokens
-            return "", np.concatenate([self._tokens, self._chat.continuation(self.messages, ended, messages)])
+            return "", np.concatenate([tokens, appended]), False
+        if len(tokens):
+            ended = int(tokens[-1]) in self._chat.stop_tokens
+            try:
+                return "", np.concatenate([tokens, self._chat.continuation(self.messages, ended, messages)]), False
+            except RewrittenHistory:
+                # A fork has no response of its own yet, so that nothing has to be kept.
+                return "", self._chat.prompt((*self.messages, *messages)), bool(self._parts[-1].completions)
         prompts, key = self._assignment.prompts, (self._tools, messages)
         if key not in prompts:
             name = f"{self._shared.purpose}-{self._assignment.index}-{len(prompts)}"
             prompts[key] = (name, self._chat.prompt(messages))
-        return prompts[key]
+        return (*prompts[key], False)
 
-    def trajectory(self) -> Trajectory:
-        """Return the recorded sequence. A fork's history is part of its prompt: its parent's sequence trains those
-        tokens.
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Return the recorded sequences of the conversation: one, and another for each time that history was rewritten.
+
+        A fork's history is part of its prompt: its parent's sequence trains those tokens.
         """
-        length = len(self._tokens)
+        return tuple(self._trajectory(i, part) for i, part in enumerate(self._parts) if part.completions)
+
+    def _trajectory(self, number: int, part: "_Part") -> Trajectory:
+        length = len(part.tokens)
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         versions = np.full(length, -1, np.int32)
-        for begin, completion, trained in self._completions:
+        for begin, completion, trained in part.completions:
             end = begin + len(completion.tokens)
             mask[begin:end] = trained
             logprobs[begin:end] = completion.logprobs if trained else 0.0
             for first, version in completion.versions:
                 versions[begin + first : end] = version
-        prompt_length, stop = self._completions[0][0], self._completions[-1][1].stop
+        prompt_length, stop = part.completions[0][0], part.completions[-1][1].stop
+        full = self._full and number == len(self._parts) - 1
         return Trajectory(
-            self._tokens, mask, logprobs, versions, prompt_length, "context" if self._full else stop,
-            tuple((begin, begin + len(completion.tokens)) for begin, completion, _ in self._completions), self.agent,
-            columns=merged_columns(((begin, completion) for begin, completion, _ in self._completions), length),
+            part.tokens, mask, logprobs, versions, prompt_length, "context" if full else stop,
+            tuple((begin, begin + len(completion.tokens)) for begin, completion, _ in part.completions), self.agent,
+            number, columns=merged_columns(((begin, completion) for begin, completion, _ in part.completions), length),
         )  # fmt: skip
 
 
@@ -309,4 +327,10 @@ def checked_completion(completion: Completion, request: Request) -> Completion:
     return completion
 
 
-_NO_TOKENS: IntArray = np.zeros(0, np.int64)
+@define(eq=False)
+class _Part:
+    """A sequence of a conversation."""
+
+    tokens: IntArray = field(factory=lambda: np.zeros(0, np.int64))
+    completions: list[tuple[int, Completion, bool]] = field(factory=list)
+    """Position of its first token, completion, whether it is trained on."""

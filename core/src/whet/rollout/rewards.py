@@ -25,6 +25,8 @@ class RecordedReward:
     """Number of the sequence in the episode. None: every sequence of the agent."""
     span: tuple[int, int] | None = None
     """The first token and the one after the last, as positions in the sequence. None: the whole sequence."""
+    part: int = 0
+    """The part of the sequence that has the span; see `Trajectory.part`."""
 
 
 def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -33,39 +35,45 @@ def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> 
 
 
 def addressed(
-    sequences: Mapping[int, Trajectory],
+    sequences: Mapping[int, Sequence[Trajectory]],
     recorded: Sequence[RecordedReward],
     given: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> tuple[tuple[Trajectory, ...], dict[str, float]]:
     """Return the sequences of an episode with their rewards, and the rewards of the episode.
 
-    `sequences` maps the number of each sequence to the sequence. If no reward was recorded, the sequences have no
-    rewards of their own. Otherwise the rewards of the episode are the means over its sequences.
+    `sequences` maps the number of each sequence to its parts; see `Trajectory.part`. If no reward was recorded, the
+    sequences have no rewards of their own. Otherwise the rewards of the episode are the means over its sequences.
     """
     if not recorded:
-        return tuple(sequences.values()), dict(given)
+        return tuple(part for parts in sequences.values() for part in parts), dict(given)
     names = dict.fromkeys([*given, *(one.name for one in recorded)], 0.0)
-    found = [_rewarded(sequences[i], i, recorded, {**names, **given}, weights) for i in sequences]
-    return tuple(found), {name: sum((t.rewards or {})[name] for t in found) / len(found) for name in names}
+    found = [_rewarded(parts, i, recorded, {**names, **given}, weights) for i, parts in sequences.items()]
+    means = {name: sum((parts[0].rewards or {})[name] for parts in found) / len(found) for name in names}
+    return tuple(part for parts in found for part in parts), means
 
 
 def _rewarded(
-    trajectory: Trajectory,
+    parts: Sequence[Trajectory],
     number: int,
     recorded: Sequence[RecordedReward],
     given: Mapping[str, float],
     weights: Mapping[str, float],
-) -> Trajectory:
+) -> list[Trajectory]:
+    """Return the parts of a sequence with its rewards. A part's total lacks the rewards of turns of earlier parts."""
     rewards, own = dict(given), [one for one in recorded if one.sequence == number]
     for one in recorded:
-        if one.sequence == number or (one.sequence is None and one.agent == trajectory.agent):
+        if one.sequence == number or (one.sequence is None and one.agent == parts[0].agent):
             rewards[one.name] += one.value
-    spans = tuple(
-        SpanReward(one.name, one.value, *one.span, weights.get(one.name, 1.0)) for one in own if one.span is not None
-    )
-    reward = total_reward(rewards, weights)
-    return evolve(trajectory, rewards=rewards, reward=reward, spans=spans, apart=bool(own))
+    found, left = [], total_reward(rewards, weights)
+    for part in parts:
+        spans = tuple(
+            SpanReward(one.name, one.value, *one.span, weights.get(one.name, 1.0))
+            for one in own if one.span is not None and one.part == part.part
+        )  # fmt: skip
+        found.append(evolve(part, rewards=rewards, reward=left, spans=spans, apart=bool(own)))
+        left -= sum(span.weight * span.value for span in spans)
+    return found
 
 
 def with_rewards(episode: Episode, further: Mapping[str, float], weights: Mapping[str, float]) -> Episode:

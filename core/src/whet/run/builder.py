@@ -95,7 +95,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         with attempt.spans.phase("backend", "load"):
             for name, model in models.trained.items():
                 model.load(run.saved.part(name))
-    endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
+    endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry, prepared.roles.extras)
     stream = _stream(prepared, attempt, begun, models, endpoints)
     probe = None
     if sync is not None and models.generator is not None:

@@ -14,11 +14,11 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.features import load_apart, reader
+from whet.plugins.features import load_apart, reader, responses
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
-    from whet.config.sections import DeadlinesSection, EnvironmentSection
+    from whet.config.sections import DeadlinesSection, EnvironmentSection, SamplingSection
     from whet.data.chat import ChatTokenizer
     from whet.data.spans import Spans
     from whet.interfaces.data import OfflineData
@@ -54,7 +54,8 @@ def read_inputs(
         from whet.data.chat import ChatTokenizer
 
         section = (config.roles[role].model if role in config.roles else None) or config.model
-        chat = ChatTokenizer(prepared.models.get(role, prepared.model).path, section.chat_template, now=began)
+        folder, arguments = prepared.models.get(role, prepared.model).path, section.template
+        chat = ChatTokenizer(folder, section.chat_template, began, arguments, responses())
         if config.environments or config.evaluation.environments:
             _ = chat.template  # one that is missing or cannot be read would fail every episode
         return chat
@@ -113,7 +114,7 @@ def build_route(
             environment = load_apart()(entry, name, deadlines, *roles)
         else:
             environment = build_selection(entry.component, *roles)
-        sampling = partial(_sampling, entry)
+        sampling = partial(_sampling, entry.sampling)
         route = Route(name, environment, split, entry.weight, entry.group_size, sampling, entry.samples, entry.limit)
         try:
             route.tasks()
@@ -127,7 +128,7 @@ def build_route(
     return route
 
 
-def _sampling(entry: "EnvironmentSection", usual: Sampling) -> Sampling:
-    temperature = usual.temperature if entry.temperature is None else entry.temperature
-    stop = (*usual.stop, *entry.stop)
-    return evolve(usual, max_tokens=entry.max_tokens or usual.max_tokens, temperature=temperature, stop=stop)
+def _sampling(own: "SamplingSection", usual: Sampling) -> Sampling:
+    temperature = usual.temperature if own.temperature is None else own.temperature
+    stop = (*usual.stop, *own.stop)
+    return evolve(usual, max_tokens=own.max_tokens or usual.max_tokens, temperature=temperature, stop=stop)

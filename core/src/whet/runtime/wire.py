@@ -40,11 +40,13 @@ DTYPES: Final = {
 RECORDS: Final = {
     "Text": "whet.data.messages",
     "Image": "whet.data.messages",
+    "Call": "whet.data.messages",
     "Message": "whet.data.messages",
     "Task": "whet.data.records",
     "Sampling": "whet.data.records",
     "Request": "whet.data.records",
     "Completion": "whet.data.records",
+    "Progress": "whet.data.records",
     "Reply": "whet.data.records",
     "Trajectory": "whet.data.records",
     "SpanReward": "whet.data.records",

@@ -4,25 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from whet.component import Spec
-from whet.data.batch import Batch, from_sequences
+from whet.data.batch import Batch
 from whet.data.model_info import read_model
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.worker import Worker
 from whet_start.small_models import make_model
+from whet_testing.three_steps import grouped_batch, stirred_model
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 96, "tied": False},
-    "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1, "head_dim": 24, "hidden": 96, "tied": True},
-    "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
-    "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
-    "qwen3_moe": {"family": "qwen3_moe", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": True},
-    "mixtral": {"family": "mixtral", "head_dim": 24, "hidden": 48, "mlp": 32, "tied": False},
-}
 LOSS = Spec("whet_testing.losses:Weighted")
 
 
@@ -33,9 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Ca
 
     def folder(name: str = "qwen3") -> Path:
         if name not in made:
-            path = make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, layers=2, **FAMILIES[name])
-            _stir(path)
-            made[name] = path
+            made[name] = stirred_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, name)
         return made[name]
 
     return folder
@@ -84,19 +74,6 @@ def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
     return folder
 
 
-def _stir(path: Path) -> None:
-    """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
-    from safetensors.torch import load_file, save_file
-
-    draw = torch.Generator().manual_seed(0)
-    file = path / "model.safetensors"
-    weights = {
-        name: w + 0.2 * torch.randn(w.shape, generator=draw) if w.ndim == 1 else w
-        for name, w in load_file(file).items()
-    }
-    save_file(weights, file, metadata={"format": "pt"})
-
-
 @pytest.fixture
 def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
     """Give a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
@@ -119,35 +96,12 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
 @pytest.fixture
 def batch() -> Batch:
     """Give three groups of four samples that share a prompt, with gaps in the loss mask, and a sequence by itself."""
-    return make_batch()
-
-
-def make_batch(seed: int = 0, vocabulary: int = 200) -> Batch:
-    """Make a batch; see the fixture."""
-    draw = np.random.default_rng(seed)
-    rows, prompts, group = [], [], []
-    for g, samples in enumerate((4, 4, 4, 1)):
-        prompt = draw.integers(3, vocabulary, size=draw.integers(3, 9))
-        for _ in range(samples):
-            answer = draw.integers(3, vocabulary, size=draw.integers(1, 12))
-            learned = draw.random(len(answer)) < 0.8
-            learned[-1] = draw.random() < 0.5
-            rows.append(
-                {
-                    "tokens": np.concatenate([prompt, answer]),
-                    "loss_mask": np.concatenate([np.zeros(len(prompt), bool), learned]),
-                }
-            )
-            prompts.append(len(prompt))
-            group.append(g)
-    made = from_sequences(rows, prompt_lengths=prompts, group=group)
-    advantages = draw.standard_normal(made.sequences).astype(np.float32)
-    return made.with_columns(advantages=advantages)
+    return grouped_batch()
 
 
 def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torch.Tensor]:
     """Compute the gradients that a step on the batch would use."""
-    from whet_fsdp2.ranks import Watch
+    from whet_training.ranks import Watch
 
     made = worker._loss(loss)
     worker._weights.drop_gradients()
@@ -165,48 +119,9 @@ def _gradients() -> Callable[..., dict[str, torch.Tensor]]:
 
 @pytest.fixture(name="make_batch", scope="session")
 def _make_batch() -> Callable[..., Batch]:
-    return make_batch
+    return grouped_batch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
-
-
-GROUPS = {"sft": (1, 1), "pairs": (2, 2), "samples": (8, 1)}
-"""Sequences of a group, and of a unit."""
-
-
-def make_demonstrations(sizes: list[int], group: list[int] | None = None) -> Batch:
-    """Sequences of which this many tokens pass the model."""
-    rows = [{"tokens": np.arange(n + 1) + 7 * i, "loss_mask": np.arange(n + 1) > 0} for i, n in enumerate(sizes)]
-    return from_sequences(rows, prompt_lengths=[1] * len(sizes), group=group)
-
-
-def make_groups(kind: str, groups: int, seed: int = 0) -> Batch:
-    """Groups with a prompt of about 20 tokens; completions are of very unequal lengths."""
-    draw = np.random.default_rng(seed)
-    samples, unit = GROUPS[kind]
-    rows, prompts, group = [], [], []
-    for g in range(groups):
-        prompt = draw.integers(100, size=draw.integers(5, 40))
-        for _ in range(samples):
-            answer = draw.integers(100, size=int(draw.lognormal(3.5, 0.7)) + 1)
-            tokens = np.concatenate([prompt, answer])
-            rows.append({"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)})
-            prompts.append(len(prompt))
-            group.append(g)
-    made = from_sequences(rows, prompt_lengths=prompts, group=group)
-    return made.with_columns(unit=np.arange(made.sequences) // unit)
-
-
-@pytest.fixture(scope="session")
-def demonstrations() -> Callable[..., Batch]:
-    """Give `make_demonstrations`."""
-    return make_demonstrations
-
-
-@pytest.fixture(scope="session")
-def drawn() -> Callable[..., Batch]:
-    """Give `make_groups`."""
-    return make_groups

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from whet.component import Spec
 from whet.errors import ConfigError, WhetError
-from whet_fsdp2.layout import used_lengths
+from whet_training.layout import used_lengths
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 WEIGHTED = Spec("whet_testing.losses:Weighted")

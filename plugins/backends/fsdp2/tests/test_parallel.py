@@ -14,6 +14,7 @@ from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
+from whet_testing.three_steps import steps_by_hand
 
 pytestmark = pytest.mark.slow
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
@@ -81,37 +82,11 @@ def reference(folders, make_batch):
 
     def steps(name):
         if name not in known:
-            known[name] = _by_hand(folders(name), [make_batch(seed) for seed in SEEDS])
+            of, batches = OPTIMIZER, [make_batch(seed) for seed in SEEDS]
+            known[name] = steps_by_hand(folders(name), batches, of.lr, of.weight_decay, of.betas, of.eps)
         return known[name]
 
     return steps
-
-
-def _by_hand(folder, batches):
-    from transformers import AutoModelForCausalLM
-
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    named = list(net.named_parameters())
-    matrices, vectors = [p for _, p in named if p.ndim >= 2], [p for _, p in named if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    found = []
-    for batch in batches:
-        count, total = float(batch["loss_mask"].sum()), 0.0
-        for i in range(batch.sequences):
-            one = batch.take([i])
-            tokens, mask = torch.from_numpy(one["tokens"]), torch.from_numpy(one["loss_mask"])
-            logits = net(input_ids=tokens[None, :-1], use_cache=False).logits[0]
-            logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
-            loss = -logprobs[mask[1:]].sum() / count
-            if mask.any():
-                loss.backward()
-            total += float(loss)
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
-        found.append((total, float(norm)))
-    return np.array(found)
 
 
 def trained(backend, batches, loss=LIKELIHOOD):

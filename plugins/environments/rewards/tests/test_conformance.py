@@ -19,9 +19,9 @@ def rewarded(document: Mapping[str, Any]) -> Rewarded:
 class TestPlugin(ComponentContract):
     hooks = "whet_env_rewards.hooks"
     documents = {
-        "rewarded": {"dataset": "made-up.jsonl", "rewards": [{"use": "format"}]},
-        "all": {"of": [{"use": "format"}]},
-        "any": {"of": [{"use": "format"}]},
+        "rewarded": {"dataset": "made-up.jsonl", "rewards": [{"use": "tag-format"}]},
+        "all-of": {"of": [{"use": "tag-format"}]},
+        "any-of": {"of": [{"use": "tag-format"}]},
         "overlong": {"longest": 9, "buffer": 3},
         "cosine-length": {"longest": 9},
         "json-schema": {"schema": {"type": "object"}},

@@ -57,14 +57,14 @@ def score(
     ],
 )
 def test_the_format_is_the_tags_and_nothing_else(text: str, whole: float, partial: float) -> None:
-    assert score(text, use="format") == whole
-    assert score(text, use="format", partial=True) == partial
+    assert score(text, use="tag-format") == whole
+    assert score(text, use="tag-format", partial=True) == partial
 
 
 def test_a_prompt_may_have_opened_the_first_tag() -> None:
-    assert score("2+2</think><answer>4</answer>", use="format", opened=True) == 1
-    assert score("<think>2+2</think><answer>4</answer>", use="format", opened=True) == 0
-    assert score("<plan>x</plan>", use="format", tags=["plan"]) == 1
+    assert score("2+2</think><answer>4</answer>", use="tag-format", opened=True) == 1
+    assert score("<think>2+2</think><answer>4</answer>", use="tag-format", opened=True) == 0
+    assert score("<plan>x</plan>", use="tag-format", tags=["plan"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,12 @@ def test_each_task_may_have_a_schema() -> None:
 
 
 def test_all_is_the_product_and_any_the_largest() -> None:
-    parts = [{"use": "exact-match", "answer": "tag"}, {"use": "format"}]
+    parts = [{"use": "exact-match", "answer": "tag"}, {"use": "tag-format"}]
     right, bare = "<think>x</think><answer>4</answer>", "<answer>4</answer>"
-    assert [score(text, "4", use="all", of=parts) for text in (right, bare, "4")] == [1, 0, 0]
-    assert [score(text, "4", use="any", of=parts) for text in (right, bare, "4")] == [1, 1, 0]
-    nested = [{"use": "all", "of": parts}, {"use": "format", "partial": True}]
-    assert score(bare, "4", use="any", of=nested) == 0.5
+    assert [score(text, "4", use="all-of", of=parts) for text in (right, bare, "4")] == [1, 0, 0]
+    assert [score(text, "4", use="any-of", of=parts) for text in (right, bare, "4")] == [1, 1, 0]
+    nested = [{"use": "all-of", "of": parts}, {"use": "tag-format", "partial": True}]
+    assert score(bare, "4", use="any-of", of=nested) == 0.5
 
 
 def episode(task: Task, text: str, rewards: Mapping[str, float], tokens: int = 4, stop: Any = "stop") -> Episode:
@@ -354,7 +354,7 @@ def totals(environment: Rewarded, task: Task, episodes: Sequence[Episode]) -> li
 def test_rewards_of_a_data_set_add_up_by_their_weights(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"prompt": "2+2?", "reward_model": {"ground_truth": 4}}) + "\n")
-    rewards = [{"use": "exact-match", "answer": "tag"}, {"use": "format", "weight": 0.5, "name": "shape"}]
+    rewards = [{"use": "exact-match", "answer": "tag"}, {"use": "tag-format", "weight": 0.5, "name": "shape"}]
     environment = rewarded(dataset=str(file), gold="reward_model.ground_truth", rewards=rewards)
     task = environment.tasks("train")[0]
     assert task.data == {"answer": "4"}
@@ -392,11 +392,11 @@ def test_later_rewards_see_earlier_ones() -> None:
     ("rewards", "message"),
     [
         ([], "rewards"),
-        ([{"use": "format"}, {"use": "format"}], "two rewards with the name 'format'"),
-        ([{"use": "formt"}], "format"),
+        ([{"use": "tag-format"}, {"use": "tag-format"}], "two rewards with the name 'tag-format'"),
+        ([{"use": "tag-formt"}], "tag-format"),
         ([{"use": "overlong", "longest": 3, "buffer": 4}], "buffer is 4, wanted at most longest, which is 3"),
         ([{"use": "json-schema"}], "neither of schema and schema_key given"),
-        ([{"use": "format", "weigth": 1}], "weight"),
+        ([{"use": "tag-format", "weigth": 1}], "weight"),
     ],
 )
 def test_a_mistake_in_the_config_is_named(rewards: list[Any], message: str) -> None:
@@ -408,7 +408,7 @@ def test_a_mistake_in_the_config_is_named(rewards: list[Any], message: str) -> N
 def test_hostile_text_costs_little_time(what: str) -> None:
     begin = time.process_time()
     parts = [
-        *({"use": use} for use in ("format", "repetition", "exact-match", "multiple-choice", "answer-line")),
+        *({"use": use} for use in ("tag-format", "repetition", "exact-match", "multiple-choice", "answer-line")),
         *(
             {"use": "fuzzy-match", "answer": a, "measure": m}
             for a in ("response", "tag", "boxed", "line")

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whet.component import GeneratorFacts
 from whet.interfaces.workers import RoleContext
+from whet_testing.contracts.component import MODEL
 from whet_testing.contracts.generator import ModelGeneratorContract
 from whet_testing.reference import Reference
 from whet_testing.served import TOLERANCE, Subject, gap
 from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
+from whet_vllm.facts import facts
 from whet_vllm.generator import VllmGenerator
 
 pytestmark = [
@@ -32,6 +35,9 @@ class Contract(ModelGeneratorContract):
 
     def make(self, context: RoleContext) -> VllmGenerator:
         return VllmGenerator(VllmConfig(cache_gib=0.125), context)
+
+    def facts(self) -> GeneratorFacts:
+        return facts(VllmConfig(), MODEL)
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -4,6 +4,7 @@ import pytest
 
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
+from whet.data.messages import conversation
 from whet.errors import DataError
 from whet.plan.prepare import look_at_data
 from whet_data.demonstrations import FIELDS, encode, known_fields, record_fields
@@ -66,7 +67,7 @@ def test_a_plain_completion_follows_its_prompt_without_a_template(chat):
     assert sequence["tokens"][: sequence["prompt_length"]].tolist() == chat.encode("6*7=").tolist()
 
 
-def test_a_template_that_rewrites_history_is_refused_and_the_last_turn_can_still_be_learned(tiny_model_folder):
+def test_where_a_template_rewrites_history_each_turn_is_trained_once_as_the_model_will_write_it(tiny_model_folder):
     forgets = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{{ m['content'] if loop.last else m['content'].split('.')[-1] }}<|im_end|>\n{% endfor %}"
@@ -74,8 +75,12 @@ def test_a_template_that_rewrites_history_is_refused_and_the_last_turn_can_still
     )
     chat = ChatTokenizer(tiny_model_folder, forgets)
     thinks = {"role": "assistant", "content": "6*7 is 42.42"}
-    with pytest.raises(DataError, match="the chat template rewrites history"):
-        encode({"messages": [USER, thinks, MORE, TWO]}, chat, {})
+    first, second = encode({"messages": [USER, thinks, MORE, TWO]}, chat, {})
+    learned = [chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) for one in (first, second)]
+    assert learned == ["6*7 is 42.42<|im_end|>", "48<|im_end|>"]
+    asked = chat.prompt(conversation([USER, thinks, MORE]))
+    assert second["tokens"][: second["prompt_length"]].tolist() == asked.tolist()
+    assert "6*7 is" not in chat.decode(second["tokens"])
     assert trained(chat, {"messages": [USER, thinks, MORE, TWO]}, train_on="last") == "48<|im_end|>"
 
 

@@ -68,3 +68,17 @@ def test_without_knowing_what_was_sampled_all_that_are_left_are_empty() -> None:
     assert count(mask, lengths, "sequence", count_empty=True) == 2
     assert count(mask, lengths, "sequence", count_empty=True, count_masked=False) == 2
     assert count(mask, lengths, "sequence", count_masked=True) == 1
+
+
+@pytest.mark.parametrize("name", ["token", "sequence", "constant"])
+def test_a_conversation_of_several_sequences_counts_as_one_sequence_with_all_its_trained_tokens(name) -> None:
+    values, mask = np.array([1.0, 2, 4, 8, 16, 32, 64]), np.array([0, 1, 1, 0, 1, 1, 1], np.bool_)
+    values = np.where(mask, values, 0)
+    whole = total(values, mask, np.array([5, 2]), name), count(mask, np.array([5, 2]), name, 10)
+    share = np.array([2 / 3, 1 / 3, 1.0])
+    parts = np.array([3, 2, 2])
+    cut = total(values, mask, parts, name, share), count(mask, parts, name, 10, share=share)
+    np.testing.assert_allclose(cut, whole, rtol=1e-12)
+    tensors = [torch.from_numpy(each) for each in (values, mask, parts, share)]
+    again = total(*tensors[:3], name, tensors[3]), count(*tensors[1:3], name, 10, share=tensors[3])
+    np.testing.assert_allclose([float(each) for each in again], whole, rtol=1e-12)

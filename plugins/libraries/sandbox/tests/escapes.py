@@ -582,6 +582,18 @@ print(*[line for line in open('/proc/self/limits') if line.startswith('Max core'
         "prevented(lambda: call(206, 60000, ctypes.byref(ctypes.c_ulong())), lambda: call(294, 0), lambda: call(253), lambda: call(306, 1))",
     ),
     (
+        "a lock on a file of the machine",
+        FILTER,
+        FORBIDDEN,
+        "import fcntl; held = open('/usr/bin/env'); prevented(lambda: fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB))",
+    ),
+    (
+        "a lock for writing on a file of the machine",
+        "a file that is open for reading only",
+        "Bad file descriptor",
+        "import fcntl; held = open('/usr/bin/env'); prevented(lambda: fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB))",
+    ),
+    (
         "a lease on a file of the machine",
         FILTER,
         FORBIDDEN,

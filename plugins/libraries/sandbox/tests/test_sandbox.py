@@ -394,6 +394,30 @@ def test_a_hundred_at_a_time_have_no_failure_of_their_own() -> None:
         sandbox.close()
 
 
+def test_waiting_for_a_sandbox_counts_against_no_deadline_of_an_episode() -> None:
+    from whet.rollout.gate import Gate as Rollouts
+    from whet_sandbox.gate import Gate
+
+    async def scene() -> list[str]:
+        rollouts, gate, ended = Rollouts(), Gate(1), list[str]()
+
+        async def episode(name: str, seconds: float) -> None:
+            try:
+                async with rollouts.time_limit(0.2), gate.place():
+                    await asyncio.sleep(seconds)
+                ended.append(f"{name}: in time")
+            except TimeoutError:
+                ended.append(f"{name}: too late")
+
+        async with gate.place():
+            others = [asyncio.create_task(episode(name, seconds)) for name, seconds in (("a", 60.0), ("b", 0.0))]
+            await asyncio.sleep(0.5)  # longer than their deadline
+        await asyncio.gather(*others)
+        return ended
+
+    assert asyncio.run(scene()) == ["a: too late", "b: in time"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_orphans")
 def test_many_executions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ import pytest
 from whet.data.messages import Message
 from whet.data.records import Sampling
 from whet.errors import WhetError
+from whet_endpoint.chat import read_chat, read_text
 from whet_endpoint.errors import ApiError
-from whet_endpoint.requests import MODEL, Rules, check_ignored, read_chat, read_text, shown
+from whet_endpoint.requests import MODEL, Rules, check_ignored, shown
 
 BASE = Sampling(max_tokens=100, temperature=0.7, stop=("END",), stop_tokens=(2,))
 EPISODE, RUN = Rules(BASE, fixed=True), Rules(BASE, fixed=False)

@@ -17,9 +17,10 @@ from whet.config.sections import EndpointSection
 from whet.data.records import Completion, Sampling
 from whet.errors import WhetError
 from whet.interfaces.environment import Address
+from whet_endpoint.choices import Choice
 from whet_endpoint.listener import Listener
 from whet_endpoint.requests import ApiRequest, Rules
-from whet_endpoint.responses import Choice, response
+from whet_endpoint.session import Listen
 from whet_testing.fakes import ByteChat
 
 
@@ -32,11 +33,13 @@ class Says:
         self._text = text
         self.asked: list[ApiRequest] = []
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+    chat = ByteChat()
+
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         self.asked.append(request)
         tokens = ByteChat().encode(self._text)
         made = Completion(name, tokens, -np.ones(len(tokens), np.float32), "stop", ((0, 1), (2, 2)))
-        return response(request, name, [Choice(np.arange(3), made, self._text)], ByteChat().pieces)
+        return [Choice(np.arange(3), made, self._text)]
 
 
 Try = Callable[[Address, Any], Awaitable[Any]]
@@ -236,11 +239,12 @@ def test_a_stream_is_events_that_add_up_to_the_reply() -> None:
             assert response.content_type == "text/event-stream"
             lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line]
         *chunks, done = lines
-        said, ended, usage = map(json.loads, chunks)
+        begun, said, ended, usage = map(json.loads, chunks)
         assert done == "[DONE]"
         assert {chunk["object"] for chunk in (said, ended, usage)} == {"chat.completion.chunk"}
         assert (said["choices"][0]["delta"]["content"], said["choices"][0]["finish_reason"]) == ("yes", None)
-        assert (said["prompt_token_ids"], said["choices"][0]["token_ids"]) == ([0, 1, 2], list(b"yes"))
+        assert begun["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert (ended["prompt_token_ids"], said["choices"][0]["token_ids"]) == ([0, 1, 2], list(b"yes"))
         assert (ended["choices"][0]["delta"], ended["choices"][0]["finish_reason"]) == ({}, "stop")
         assert ended["choices"][0]["weight_versions"] == [[0, 1], [2, 2]]
         assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 6)

@@ -65,6 +65,8 @@ class Apart:
         model.record("seen", [1, 2])
 
     async def _forks(self, task, model):
+        tool = json.dumps({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}})
+        model.record("calls", len((await model.with_tools((tool,)).reply("look")).calls))
         await asyncio.gather(*(one.reply(Message("user", "go on")) for one in (model.fork("a"), model.fork("b"))))
 
     async def _raises(self, task, model):

@@ -100,8 +100,9 @@ def test_an_episode_has_the_rewards_and_records_that_its_environment_gave_in_ano
 
 def test_sequences_that_are_asked_at_once_belong_to_their_agents(remote):
     model, _, _ = played(remote, "forks")
-    assert [one.agent for one in model._sequences()] == ["", "a", "b"]
-    assert [one.messages[-1].text for one in model._sequences()] == ["0 skrof", "no og", "no og"]
+    assert [one.agent for one in model._sequences()] == ["", "", "a", "b"]
+    assert [one.messages[-1].text for one in model._sequences()] == ["0 skrof", "kool", "no og", "no og"]
+    assert model.log == {"calls": 0}
 
 
 def test_an_agent_at_an_endpoint_plays_the_episode_of_a_process(remote):

@@ -108,13 +108,13 @@ class PolicyLoss:
         responses = Responses(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
         found = self._formula(responses)
         near = self._near(responses, batch)
-        terms = {"policy": self._sum(found.loss, mask, lengths, near)}
+        terms = {"policy": self._sum(found.loss, mask, batch, near)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
         if self.config.kl.weight:
             reference = batch["reference_logprobs"]
-            terms["kl"] = self._sum(kl_loss(self.config.kl, logprobs, old, batch, mask), mask, lengths)
+            terms["kl"] = self._sum(kl_loss(self.config.kl, logprobs, old, batch, mask), mask, batch)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
         if near is not None:
             metrics["off_policy/masked"] = token_mean((~near).float(), seen)
@@ -126,10 +126,12 @@ class PolicyLoss:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
         return LossResult(terms, metrics)
 
-    def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor, near: Tensor | None = None) -> Tensor:
+    def _sum(self, values: Tensor, mask: Tensor, batch: Batch, near: Tensor | None = None) -> Tensor:
         # `where` rather than a product: a nan or inf at a masked token must not reach the sum.
         values = torch.where(mask if near is None else mask & near, values, 0.0)
-        total: Tensor = aggregation.total(values, mask, lengths, self.config.aggregation)
+        total: Tensor = aggregation.total(
+            values, mask, batch["lengths"], self.config.aggregation, aggregation.share_of(batch)
+        )
         return total
 
     def _near(self, a: Responses, batch: Batch) -> Tensor | None:

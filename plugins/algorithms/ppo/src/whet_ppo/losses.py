@@ -93,20 +93,20 @@ class PpoClip:
             logprobs, old, of_tokens(batch, "advantages"), config.clip_low, config.clip_high, config.clip_dual,
             config.clamp_log_ratio,
         )  # fmt: skip
-        terms = {"policy": _sum(found.loss, mask, lengths, config.aggregation)}
+        terms = {"policy": _sum(found.loss, mask, batch, config.aggregation)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
         if config.kl.weight:
             penalty = kl_loss(config.kl, logprobs, old, batch, mask)
-            terms["kl"] = _sum(penalty, mask, lengths, config.aggregation)
+            terms["kl"] = _sum(penalty, mask, batch, config.aggregation)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), batch["reference_logprobs"]), seen)
         if config.likelihood.weight:
             right = self._right(batch)
-            terms["likelihood"] = _sum(-finite(logprobs), right, lengths, "token")
+            terms["likelihood"] = _sum(-finite(logprobs), right, batch, "token")
             metrics["likelihood"] = token_mean(-finite(logprobs).detach(), right)
         if config.entropy_weight:
-            terms["entropy"] = _sum(-outputs["entropy"], mask, lengths, config.aggregation)
+            terms["entropy"] = _sum(-outputs["entropy"], mask, batch, config.aggregation)
         if config.wants_entropy:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
         return LossResult(terms, metrics)
@@ -142,7 +142,7 @@ class ValueClip:
             "clip_fraction": token_mean(clipped, mask),
             "error": token_mean(error, mask),
         }
-        return LossResult({"value": _sum(loss, mask, batch["lengths"], self.config.aggregation)}, metrics)
+        return LossResult({"value": _sum(loss, mask, batch, self.config.aggregation)}, metrics)
 
 
 def _trained(mask: Tensor, batch: Batch) -> Any:
@@ -150,7 +150,9 @@ def _trained(mask: Tensor, batch: Batch) -> Any:
     return segment_sum(mask.long(), batch["lengths"]) > 0
 
 
-def _sum(values: Tensor, mask: Tensor, lengths: Tensor, how: aggregation.Aggregation) -> Tensor:
+def _sum(values: Tensor, mask: Tensor, batch: Batch, how: aggregation.Aggregation) -> Tensor:
     # `where` rather than a product: whatever stands at a masked token must not reach the sum.
-    total: Tensor = aggregation.total(torch.where(mask, values, 0.0), mask, lengths, how)
+    total: Tensor = aggregation.total(
+        torch.where(mask, values, 0.0), mask, batch["lengths"], how, aggregation.share_of(batch)
+    )
     return total

@@ -1,130 +1,20 @@
-"""The backend on the driver: splits a batch over the ranks and joins their results."""
+"""The backend on the driver."""
 
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import attrs
-import numpy as np
-
-from whet.component import Spec
-from whet.data import metrics
-from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Batch, Shards
-from whet.data.metrics import Metric
-from whet.errors import WhetError
-from whet.interfaces.axes import ParallelAxes
-from whet.interfaces.backend import Weights
-from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Pending, RoleContext, Workers
+from whet.interfaces.workers import RoleContext
 from whet_fsdp2.config import Fsdp2Config
-from whet_fsdp2.layout import Layout
 from whet_fsdp2.saving import BackgroundSave
-from whet_fsdp2.sharing import pair_cost, share
-
-_ROW = "whet_fsdp2_row"
+from whet_training.handle import ShardedBackend
 
 
-class Fsdp2Backend:
+class Fsdp2Backend(ShardedBackend):
     """A Hugging Face model on a group of ranks. Implements `whet.interfaces.backend.Backend`."""
 
     def __init__(self, config: Fsdp2Config, context: RoleContext) -> None:
-        context.status("loading the model to train")
-        self._workers = context.worker_group.spawn(
-            "whet_fsdp2.worker:Worker",
-            {
-                "config": attrs.asdict(config),
-                "model": context.model,
-                "total_steps": context.run.steps,
-                "seed": context.seed,
-                "trained": context.trained,
-                "scratch": str(context.scratch.absolute()),
-            },
-        )
-        self._axes = ParallelAxes.reported_by(self._workers)
-        self._asleep = False
-        self._layout: Layout = "shared" if config.layout == "auto" else config.layout
-        self._pair = pair_cost(context.model)
-
-    @property
-    def _awake(self) -> Workers:
-        """The workers. Raises `WhetError` while the backend sleeps."""
-        if self._asleep:
-            raise WhetError("the backend sleeps; wake it first")
-        return self._workers
-
-    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
-        """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
-        whole = None if count_over is None or count_over is batch else count_over.shard(self._axes.data)
-        shards = self._share(batch, self._live(batch, loss))
-        return metrics.merge(self._axes.scatter(self._awake, "train", shards, loss, whole))
-
-    def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
-        """Return the loss and its metrics, computed without gradient."""
-        return metrics.merge(self._axes.scatter(self._awake, "evaluate", self._share(batch), loss))
-
-    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Return outputs computed without gradient: NumPy, [N] or [N, K] each, in the order of the batch."""
-        shards = self._share(batch.with_columns(**{_ROW: np.arange(batch.sequences)}))
-        found = self._axes.scatter(self._awake, "score", shards, outputs, weights)
-        columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
-        joined = attrs.evolve(shards.batch, per_token={**shards.batch.per_token, **columns})
-        restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
-        return {name: restored[f"output:{name}"] for name in outputs}
-
-    def _share(self, batch: Batch, live: Any = None) -> Shards:
-        """Return the shard of each data-parallel rank, so that all take equally long."""
-        return share(batch, self._axes.data, self._layout, self._pair, live)
-
-    def _live(self, batch: Batch, loss: Spec) -> Any:
-        """Return which sequences [B] can change a loss. None: all that have a target, or there is nothing to share out.
-
-        Only the workers can build the loss. What this costs is small against ranks that wait for others.
-        """
-        if self._axes.data == 1 or set(batch.columns) <= {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS}:
-            return None
-        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._axes.data)
-        found = self._axes.scatter(self._awake, "live", shards, loss, phase="train")
-        live = np.zeros(batch.sequences, np.bool_)
-        live[shards.batch[_ROW]] = np.concatenate(found)
-        return live
-
-    def send_weights(self, spec: TransferSpec) -> Pending:
-        """Start to send the policy's weights of one transfer. Returns the pending call."""
-        return self._awake.start("send_weights", spec, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
-
-    def save(self, folder: Path) -> Pending:
-        """Start to save weights, optimizer and schedule. The returned call is done when the files are durable."""
-        return self._awake.start("save", str(folder), phase="save")
+        layout = "shared" if config.layout == "auto" else config.layout
+        super().__init__("whet_fsdp2.worker:Worker", config, context, layout)
 
     def save_in_background(self, folder: Path) -> BackgroundSave:
         """Start to copy weights, optimizer and schedule, and to write the copy."""
         return BackgroundSave(self._awake, folder)
-
-    def load(self, folder: Path) -> None:
-        """Load a checkpoint that `save` wrote, on any number of ranks."""
-        self._awake.call("load", str(folder), phase="load")
-
-    def export(self, folder: Path) -> None:
-        """Write a model folder that `transformers` can load: weights, config, tokenizer."""
-        self._awake.call("export", str(folder), phase="export")
-
-    def sleep(self) -> int:
-        """Move weights and optimizer to host memory, or to files on a CPU. Returns the number of bytes freed."""
-        try:
-            given: int = sum(self._workers.call("sleep", phase="sleep"))
-        except WhetError:  # of several ranks some may sleep
-            with suppress(WhetError):
-                self._workers.call("wake", phase="wake")
-            raise
-        self._asleep = True
-        return given
-
-    def wake(self) -> None:
-        """Bring weights and optimizer back."""
-        self._workers.call("wake", phase="wake")
-        self._asleep = False
-
-    def close(self) -> None:
-        """Stop the workers. Safe to call twice."""
-        self._workers.close()

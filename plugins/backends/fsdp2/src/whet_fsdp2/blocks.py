@@ -13,9 +13,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from whet_fsdp2.context import Piece
-from whet_fsdp2.layout import Ints, bins, ranges
 from whet_fsdp2.portable import RowPlan, plan_rows
 from whet_fsdp2.varlen import VarlenPlan, plan_varlen
+from whet_training.layout import Ints, bins, ranges
 
 SMALL = 160 * 160
 """A block with at most this many scores (queries x keys of one head) is computed by plain matrix products."""

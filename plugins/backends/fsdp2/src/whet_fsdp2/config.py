@@ -9,11 +9,13 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, min_len, optional
 
 from whet.component import AdapterInfo, BackendFacts, MemoryTerm
-from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
+from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
+from whet_training.schedule import ScheduleConfig
+from whet_training.weight_groups import WeightGroup
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -46,21 +48,6 @@ class MuonConfig:
 
 
 @frozen
-class WeightGroup:
-    """Weights with settings of their own."""
-
-    match: str = field(validator=min_len(1))
-    """A regular expression (Python's `re.search`) on the names that weights have in `transformers`, e.g.
-    `embed_tokens` or `layers\\.[0-3]\\.`. If several groups match a weight, the first counts."""
-    lr: float | None = field(default=None, validator=optional(above(0, 10)))
-    """Peak learning rate. null: that of the optimizer, or for matrices that Muon trains, `muon.lr`."""
-    lr_factor: float = field(default=1.0, validator=between(0, 1000))
-    """A factor on the learning rate. 0: the weights stay as they are."""
-    weight_decay: float | None = field(default=None, validator=optional(between(0, 100)))
-    """Decoupled weight decay, of vectors too. null: that of the optimizer, and none for vectors."""
-
-
-@frozen
 class OptimizerConfig:
     """AdamW or Muon on float32 weights."""
 
@@ -82,29 +69,6 @@ class OptimizerConfig:
     """Options of `kind: muon`."""
     groups: tuple[WeightGroup, ...] = ()
     """Weights with a learning rate or weight decay of their own. Each pattern must match a weight."""
-
-
-@frozen
-class ScheduleConfig:
-    """The learning rate over optimizer steps: a linear warm-up, then the chosen kind of decay."""
-
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The schedule after the warm-up. `wsd`: constant, then a decay over the last steps (warmup-stable-decay,
-    arXiv:2404.06395)."""
-    warmup_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps over which the rate rises to its peak."""
-    warmup_ratio: float = field(default=0.0, validator=between(0, 1))
-    """Length of the warm-up as a share of `total_steps`. Set this or `warmup_steps`."""
-    min_ratio: float = field(default=0.0, validator=between(0, 1))
-    """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
-    decay_ratio: float = field(default=0.1, validator=above(0, 1))
-    """`wsd`: length of the decay as a share of `total_steps`."""
-    decay: Literal["linear", "1-sqrt"] = "linear"
-    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
-    Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
-    total_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right
-    where each step of the run takes one optimizer step."""
 
 
 @frozen

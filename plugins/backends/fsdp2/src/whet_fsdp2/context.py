@@ -17,7 +17,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet_fsdp2.layout import Ints
+from whet_training.gathering import Gathering
+from whet_training.layout import Ints
 
 
 @frozen(eq=False)
@@ -31,12 +32,8 @@ class Piece:
     """Its tokens in the padded row."""
     tokens: int
     """Tokens of the row without padding."""
-    order: Ints
-    """[M] the targets, ordered by the rank that computes them."""
-    counts: tuple[int, ...]
-    """Number of targets that each rank computes."""
-    mine: Ints
-    """[m] the targets that this rank computes."""
+    targets: Gathering
+    """Which rank computes which target."""
 
     @classmethod
     def of(cls, group: Any, tokens: int, source: Ints) -> "Piece":
@@ -45,11 +42,12 @@ class Piece:
 
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         width = -(-tokens // ranks)
-        owner = source // width
-        order = np.argsort(owner, kind="stable")
-        counts = np.bincount(owner, minlength=ranks)
-        mine = order[owner[order] == rank]
-        return cls(group, rank * width, (rank + 1) * width, tokens, order, tuple(counts.tolist()), mine)
+        return cls(group, rank * width, (rank + 1) * width, tokens, Gathering.of(group, source // width))
+
+    @property
+    def mine(self) -> Ints:
+        """Return the targets that this rank computes: [m]."""
+        return self.targets.mine
 
     def cut(self, row: Ints) -> Ints:
         """Return this rank's part of per-token values of the row [T]. Padding is 0."""
@@ -58,8 +56,7 @@ class Piece:
 
     def gather(self, found: Tensor) -> Tensor:
         """Return the outputs at all targets: [m] or [m, K] -> [M] or [M, K]."""
-        joined: Tensor = _Gather.apply(found, self)  # type: ignore[no-untyped-call]  # torch's own
-        return joined
+        return self.targets.gather(found)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange tokens for heads: [T / ranks, heads, d] -> [T, heads / ranks, d], without padding."""
@@ -68,13 +65,13 @@ class Piece:
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange heads for tokens, the inverse of `to_heads`."""
-        padding = x.new_zeros(len(self.counts) * (self.end - self.begin) - len(x), *x.shape[1:])
+        padding = x.new_zeros(len(self.targets.counts) * (self.end - self.begin) - len(x), *x.shape[1:])
         swapped: Tensor = _Swap.apply(torch.cat([x, padding]), self.group, False)  # type: ignore[no-untyped-call]
         return swapped
 
     def repeated(self, x: Tensor) -> Tensor:
         """Return keys or values with at least one head for each rank. x [T, kv_heads, d]."""
-        ranks = len(self.counts)
+        ranks = len(self.targets.counts)
         return x.repeat_interleave(ranks // x.shape[1], 1) if x.shape[1] < ranks else x
 
 
@@ -96,24 +93,3 @@ class _Swap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         back: Tensor = _Swap.apply(gradients[0], ctx.group, not ctx.to_heads)  # type: ignore[no-untyped-call]
         return back, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Join the outputs of all ranks in the order of the targets. The backward pass takes this rank's gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, piece: Piece) -> Tensor:
-        import torch.distributed as dist
-
-        ctx.piece = piece
-        most = max(piece.counts)
-        padded = torch.cat([found, found.new_zeros(most - len(found), *found.shape[1:])])
-        parts = [torch.empty_like(padded) for _ in piece.counts]
-        dist.all_gather(parts, padded.contiguous(), group=piece.group)
-        joined = torch.cat([part[:count] for part, count in zip(parts, piece.counts, strict=True)])
-        return torch.empty_like(joined).index_copy_(0, torch.from_numpy(piece.order).to(joined.device), joined)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        mine = torch.from_numpy(ctx.piece.mine).to(gradients[0].device)
-        return gradients[0].index_select(0, mine), None

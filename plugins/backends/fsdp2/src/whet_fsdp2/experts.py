@@ -27,10 +27,10 @@ from whet.data.metrics import Metric
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.config import ExpertsConfig
 from whet_fsdp2.feed import Feed, feed
-from whet_fsdp2.layout import Layout, pack, places, used_lengths
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot
 from whet_ops.routing import COLUMN, Routed, Routers, find_routers, problem_of
+from whet_training.layout import Layout, pack, places, used_lengths
 
 
 @frozen(eq=False)

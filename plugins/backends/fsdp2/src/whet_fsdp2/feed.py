@@ -11,7 +11,8 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.context import Piece
-from whet_fsdp2.layout import Layout, Rows, pack, used_lengths
+from whet_training import outputs
+from whet_training.layout import Layout, Rows, pack, used_lengths
 
 
 @frozen(eq=False)
@@ -83,9 +84,9 @@ def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None
         tensor(np.unique(targets.source[mine])),
         tensor(targets.tokens[mine]),
         tensor(targets.where),
-        _temperature(batch, targets.sequence[mine], device),
+        outputs.temperatures(batch, targets.sequence[mine], device),
         batch.tokens,
-        _ids(batch, targets.where[mine], device),
+        outputs.ids_at(batch, targets.where[mine], device),
         passed,
         piece,
     )
@@ -104,27 +105,6 @@ def nothing(batch: Batch, layout: Layout, device: torch.device, context: Any = N
     return Feed(arguments, read, read, read, zero[:0], None, batch.tokens, ids, 0, piece, empty=True)
 
 
-def _ids(batch: Batch, where: Any, device: torch.device) -> Tensor | None:
-    if "topk_ids" not in batch:
-        return None
-    return torch.from_numpy(np.asarray(batch["topk_ids"], np.int64)[where]).to(device)
-
-
-def _temperature(batch: Batch, sequence: Any, device: torch.device) -> Tensor | None:
-    if "temperature" not in batch:
-        return None
-    temperature = np.asarray(batch["temperature"], np.float32)
-    temperature = np.where(temperature > 0, temperature, np.float32(1))  # greedy: logprobs are those at 1
-    if (temperature == 1).all():
-        return None
-    return torch.from_numpy(temperature[sequence]).to(device)
-
-
 def spread(feed: Feed, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of a pass, [M] or [M, K], in the order of the micro-batch: [N] or [N, K], 0 elsewhere."""
-    return {name: _spread(feed, values) for name, values in found.items()}
-
-
-def _spread(feed: Feed, values: Tensor) -> Tensor:
-    room = values.new_zeros(feed.count, *values.shape[1:])
-    return room if feed.empty else room.index_copy(0, feed.where, values)
+    return outputs.spread(found, feed.where, feed.count)

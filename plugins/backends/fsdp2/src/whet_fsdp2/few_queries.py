@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whet_fsdp2.blocks import AttentionPlan
-from whet_fsdp2.layout import Ints
+from whet_training.layout import Ints
 
 MOST = 4
 """If more keys would be gathered than this many times the tokens of the row, all queries are computed."""

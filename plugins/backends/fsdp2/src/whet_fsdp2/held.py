@@ -24,17 +24,18 @@ from whet_fsdp2 import adapter_files, attention, checkpoint, saving
 from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
-from whet_fsdp2.export import copy_companions, set_padding, write_config, write_weights
 from whet_fsdp2.kernels import refuse_unfit
-from whet_fsdp2.layout import Layout
 from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
+from whet_fsdp2.model_config import write_config
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_memory.measure import PeakMeter
+from whet_training.export import copy_companions, set_padding, write_weights
+from whet_training.layout import Layout
 from whet_weights.offload import Offload
 from whet_weights.stored_names import StoredNames
 

@@ -15,13 +15,13 @@ from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.kernels import use_kernels
-from whet_fsdp2.layout import Layout
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
 from whet_fsdp2.varlen import kernel_for
+from whet_training.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -1,23 +1,22 @@
 """One optimizer step: the global gradient norm, clipping, the schedule, and AdamW or Muon."""
 
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError
 from whet_fsdp2 import checkpoint, eight_bit
 from whet_fsdp2.checkpoint import STATE, Saved
-from whet_fsdp2.config import OptimizerConfig, ScheduleConfig
+from whet_fsdp2.config import OptimizerConfig
 from whet_fsdp2.host_state import Bucket, buckets
 from whet_fsdp2.muon import Muon
 from whet_fsdp2.regions import regions, writes
-from whet_fsdp2.schedule import learning_rate
 from whet_fsdp2.sharding import like, local
 from whet_fsdp2.weights import PolicyWeights
+from whet_training.schedule import ScheduleConfig, learning_rate
+from whet_training.weight_groups import Rates, rates, refuse_unmatched
 
 
 class Stepper:
@@ -224,32 +223,15 @@ def _groups(
     trained: dict[str, Tensor], kinds: dict[str, str], optimizer: OptimizerConfig
 ) -> dict[str, list[dict[str, object]]]:
     """Return the groups of parameters of each kind: those with the same peak learning rate and decay together."""
-    found: dict[tuple[str, float, float], list[Tensor]] = {}
-    hits = [0] * len(optimizer.groups)
+    own = {}
     for name, weight in trained.items():
-        kind = kinds[name]
-        peak = optimizer.lr if kind != "muon" or optimizer.muon.lr is None else optimizer.muon.lr
-        decay = optimizer.weight_decay if weight.ndim >= 2 else 0.0
-        number = next((n for n, group in enumerate(optimizer.groups) if re.search(group.match, name)), None)
-        if number is not None:
-            group = optimizer.groups[number]
-            hits[number] += 1
-            peak = (peak if group.lr is None else group.lr) * group.lr_factor
-            decay = decay if group.weight_decay is None else group.weight_decay
-        found.setdefault((kind, peak, decay), []).append(weight)
-    for number, group in enumerate(optimizer.groups):
-        if trained and not hits[number]:
-            earlier = ", that no group before it matches" if any(re.search(group.match, n) for n in trained) else ""
-            raise ConfigError(
-                f"backend.optimizer.groups.{number}.match: {group.match!r} matches no weight{earlier}; the model has "
-                f"{len(trained)} weights: {', '.join(list(trained)[:3])} and so on"
-            )
+        peak = optimizer.lr if kinds[name] != "muon" or optimizer.muon.lr is None else optimizer.muon.lr
+        own[name] = Rates(peak, optimizer.weight_decay if weight.ndim >= 2 else 0.0)
+    refuse_unmatched(trained, optimizer.groups)
+    found: dict[tuple[str, float, float], list[Tensor]] = {}
+    for name, of in rates(own, optimizer.groups).items():
+        found.setdefault((kinds[name], of.peak, of.decay), []).append(trained[name])
     groups: dict[str, list[dict[str, object]]] = {}
     for (kind, peak, decay), weights in found.items():
         groups.setdefault(kind, []).append({"params": weights, "peak": peak, "lr": peak, "weight_decay": decay})
     return groups
-
-
-def is_finite(*numbers: float) -> bool:
-    """Return whether all numbers are finite."""
-    return all(math.isfinite(number) for number in numbers)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from whet_fsdp2.layout import Ints, bins
+from whet_training.layout import Ints, bins
 
 
 @frozen(eq=False)

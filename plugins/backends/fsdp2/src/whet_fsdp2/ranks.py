@@ -1,132 +1,33 @@
-"""The process groups of a backend, the collectives that it needs besides FSDP2's own, and a stopwatch for phases."""
+"""The ranks of this backend, and what they add up besides FSDP2."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
-from whet.data import metrics
-from whet.data.metrics import Metric
-from whet.errors import ConfigError, WhetError
-from whet.interfaces.axes import RankCoordinates
+from whet.errors import ConfigError
 from whet.interfaces.workers import WorkerRank
-from whet.runtime.wire import decode, encode
 from whet_fsdp2.parallel import Grid, ParallelConfig
+from whet_training.ranks import RankGroup
 from whet_weights.ports import shortage
 
-T = TypeVar("T")
-_MADE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""Process groups and meshes which all roles in this process share, of each default group: they end with it."""
 
-
-class Ranks:
-    """The ranks of the backend. Joins the process group if there is more than one rank."""
+class Ranks(RankGroup):
+    """The ranks of the backend."""
 
     def __init__(self, rank: WorkerRank, sizes: ParallelConfig | None = None) -> None:
-        self.rank, self.size, self.role = rank.rank, rank.size, rank.role
-        self.device = torch.device(rank.device)
         try:
             self.grid = Grid(rank.size, sizes or ParallelConfig())
         except ValueError as error:
             raise ConfigError(f"{rank.role}.{error}") from error
-        self._joined = False
-        self._groups: dict[tuple[str, ...], Any] = {}
-        """The groups of ranks that share a batch shard, and of those that share its sequences."""
+        super().__init__(rank, self.grid, hint=shortage)
         if self.size > 1:
-            import torch.distributed as dist
-
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            if not dist.is_initialized():
-                self._join(rank)
-                self._joined = True
-            elif dist.get_world_size() != self.size:
-                others = f"the other role in these processes has {dist.get_world_size()} ranks"
-                raise ConfigError(f"cluster.ranks.{rank.role}: is {self.size}, but {others}; roles that train or are "
-                                  "scored in shared processes have equally many")  # fmt: skip
-            self._make_groups()
-
-    def _join(self, rank: WorkerRank) -> None:
-        import torch.distributed as dist
-
-        kind = "nccl" if self.device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size)
-        except RuntimeError as error:
-            raise WhetError(
-                f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{shortage()}"
-            ) from error
-
-    def _make_groups(self) -> None:
-        """Make the groups of ranks. All ranks must take part."""
-        wanted = {("context",): self.grid.sizes.context, ("tensor", "context"): self.grid.sharing}
-        for axes, size in wanted.items():
-            if size > 1:
-                every = dict.fromkeys(tuple(self.grid.members(rank, *axes)) for rank in range(self.size))
-                self._groups[axes] = self.once(f"groups {list(every)}", partial(_new_groups, list(map(list, every))))
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned for this name in this process, for any role. All ranks must take part."""
-        from torch.distributed import group
-
-        made = _MADE.setdefault(group.WORLD, {})
-        if name not in made:
-            made[name] = make()
-        found: T = made[name]
-        return found
-
-    @property
-    def coordinates(self) -> RankCoordinates:
-        """Return the coordinates of this rank."""
-        return self.grid.coordinates(self.rank)
-
-    @property
-    def owns_shard(self) -> bool:
-        """Return whether the driver sends this rank its batch shard, and reads its results."""
-        return self.coordinates == RankCoordinates(self.coordinates.data)
+            self.make_group("context")
 
     @property
     def context(self) -> Any:
         """Return the process group of the ranks that share sequences. None: there is one such rank."""
-        return self._groups.get(("context",))
-
-    def share(self, value: Any) -> Any:
-        """Return the value of the rank that owns the batch shard, on all ranks that work on the shard."""
-        group = self._groups.get(("tensor", "context"))
-        if group is None:
-            return value
-        import torch.distributed as dist
-
-        source = self.grid.members(self.rank, "tensor", "context")[0]
-        buffers = [memoryview(buffer).cast("B") for buffer in encode(value)] if self.owns_shard else []
-        sizes = self._broadcast(np.array([len(buffers)]), 1, source, group)
-        sizes = self._broadcast(np.array([len(buffer) for buffer in buffers]), int(sizes[0]), source, group)
-        ends = np.cumsum(sizes)
-        pieces = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-        sent = np.concatenate([np.zeros(0, np.uint8), *pieces])
-        mine = torch.from_numpy(sent) if self.owns_shard else torch.empty(int(ends[-1]), dtype=torch.uint8)
-        room = mine.to(self.device)
-        dist.broadcast(room, source, group=group)
-        if self.owns_shard:
-            return value
-        received: Any = room.cpu().numpy()
-        data = memoryview(received)
-        return decode([data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)])
-
-    def _broadcast(self, numbers: Any, count: int, source: int, group: Any) -> Any:
-        import torch.distributed as dist
-
-        room = torch.from_numpy(numbers) if self.owns_shard else torch.zeros(count, dtype=torch.int64)
-        room = room.to(self.device)
-        dist.broadcast(room, source, group=group)
-        return room.cpu().numpy()
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over the batch shards, in float64. Ranks that share a shard count once."""
-        return self.sum_all([float(number) if self.owns_shard else 0.0 for number in numbers])
+        return self.group("context")
 
     def sum_tokens(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of numbers over the tokens of forward passes. Tensor parallel ranks pass the same tokens."""
@@ -141,66 +42,3 @@ class Ranks:
         found = values.detach().clone()
         dist.all_reduce(found, group=self.context)
         return found
-
-    def sum_all(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over all ranks, in float64."""
-        return self._reduce(numbers, "SUM")
-
-    def max(self, number: int) -> int:
-        """Return the largest number over all ranks."""
-        return int(self._reduce([float(number)], "MAX")[0])
-
-    def _reduce(self, numbers: Sequence[float], operation: str) -> list[float]:
-        if self.size == 1:
-            return [float(number) for number in numbers]
-        import torch.distributed as dist
-
-        vector = torch.tensor([float(n) for n in numbers], dtype=torch.float64, device=self.device)
-        dist.all_reduce(vector, getattr(dist.ReduceOp, operation))
-        result: list[float] = vector.tolist()
-        return result
-
-    def leave(self) -> None:
-        """Leave the process group, if this object joined it."""
-        if self._joined:
-            import torch.distributed as dist
-
-            _MADE.pop(dist.group.WORLD, None)
-            dist.destroy_process_group()
-            self._joined = False
-
-
-def _new_groups(members: list[list[int]]) -> Any:
-    import torch.distributed as dist
-
-    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch has no types for it
-    return enumerate_groups(members)[0]
-
-
-def clock(device: torch.device) -> float:
-    """Return the time in seconds, after the device has finished its queued work."""
-    import time
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-class Watch:
-    """Adds up the seconds of each phase."""
-
-    def __init__(self, device: torch.device, role: str) -> None:
-        """Start the stopwatch. `role` is part of the metric names, e.g. `seconds/critic.forward`."""
-        self._device, self._role = device, role
-        self._last = clock(device)
-        self._seconds: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase."""
-        now = clock(self._device)
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, Metric]:
-        """Return the seconds of each phase as metrics."""
-        return {f"seconds/{self._role}.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from whet.errors import WhetError
 from whet_fsdp2.feed import Feed
 from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
-from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
+from whet_ops.head_outputs import head_outputs
+from whet_ops.logprobs import distribution_kl
 from whet_ops.vocabulary import WHOLE, Vocabulary
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
@@ -65,12 +65,8 @@ class Root:
             if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
                 bias = terms["bias"]
                 return {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
-            found = self._at_tokens(feed, outputs, hidden, weight, terms)
-            for name in outputs:
-                kind, _, k = name.partition(":")
-                if kind in ("topk_ids", "topk_logprobs") and name not in found:
-                    ids, logprobs = top_logprobs(hidden, weight, int(k), chunk=self.chunk, **terms)
-                    found |= {f"topk_ids:{k}": ids.int(), f"topk_logprobs:{k}": logprobs}
+            of_head = {**terms, "chunk": self.chunk}
+            found = head_outputs(outputs, hidden, weight, feed.targets, feed.ids, of_head)
             return found if other is None else found | self._apart(other, outputs, hidden, weight, terms)
 
         terms = {"temperature": feed.temperature}
@@ -102,25 +98,6 @@ class Root:
             elif name not in found:
                 found |= dict(zip(("kl_forward", "kl_reverse"), divergences(), strict=True))
         return found
-
-    def _at_tokens(
-        self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
-        """Return `logprobs` and, from the same pass over the logits, `logprobs_at` and `entropy` if they are wanted."""
-        import torch
-
-        targets = feed.targets
-        if "logprobs_at" in outputs:
-            if feed.ids is None:
-                raise WhetError("the output logprobs_at is of the tokens in the column topk_ids, which is not there")
-            targets = torch.cat([targets[:, None], feed.ids], 1)
-        logprobs, entropy = token_logprobs(
-            hidden, weight, targets, entropy="entropy" in outputs, chunk=self.chunk, **terms
-        )
-        found = {"logprobs": logprobs} if logprobs.ndim == 1 else {}
-        if logprobs.ndim == 2:
-            found = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
-        return found if entropy is None else {**found, "entropy": entropy}
 
 
 class ValueRoot:

@@ -24,7 +24,6 @@ from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.forecast import not_held, with_adamw
-from whet_fsdp2.layout import Layout
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
@@ -36,6 +35,7 @@ from whet_memory.case import Case
 from whet_memory.live_bytes import LiveBytes, fake_ranks, fake_tensors
 from whet_memory.timelines import Timeline
 from whet_ops import logprobs
+from whet_training.layout import Layout
 
 ROWS = "whet_packed_rows"
 """The attention of GPUs."""

@@ -24,7 +24,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet_fsdp2.layout import Ints, ranges
+from whet_training.layout import Ints, ranges
 
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256

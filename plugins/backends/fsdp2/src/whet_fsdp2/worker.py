@@ -10,8 +10,7 @@ One call of `train`:
     clip, AdamW or Muon
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,16 +28,13 @@ from whet_fsdp2.experts import Step
 from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.held import HeldModels, leaving_room
 from whet_fsdp2.lora import Adapters
-from whet_fsdp2.optimizer import is_finite
-from whet_fsdp2.packing import plan
-from whet_fsdp2.ranks import Watch
 from whet_fsdp2.root import AnyRoot
+from whet_training.losses import LossWorker, flag, is_finite, room
+from whet_training.packing import plan
+from whet_training.ranks import Watch
 
-MAX_NONFINITE = 3
-"""Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
 
-
-class Worker(HeldModels):
+class Worker(HeldModels, LossWorker):
     """A rank of the backend. The driver calls the public methods by name, on every rank."""
 
     # Training
@@ -56,7 +52,7 @@ class Worker(HeldModels):
             return {
                 **tokens,
                 **self._of_step(0.0, 0.0, self._stepper.next_rate()),
-                **(_flag("skipped_steps") if self._first else {}),
+                **(flag("skipped_steps") if self._first else {}),
             }
         watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
@@ -76,22 +72,6 @@ class Worker(HeldModels):
         of_step = {**self._of_step(value, norm, rate), **self._memory.metrics()}
         return {**tokens, **found, **of_step, **(watch.metrics() if self._first else {})}
 
-    def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:
-        """Return the metrics that are equal on all ranks: on rank 0 only, so that they are counted once."""
-        if not self._first:
-            return {}
-        return {"loss": metrics.mean(value), "grad_norm": metrics.mean(norm), "lr": metrics.mean(rate)}
-
-    def _refuse_step(self, value: float, norm: float) -> dict[str, Metric]:
-        self._weights.drop_gradients()
-        self._nonfinite += 1
-        if self._nonfinite >= MAX_NONFINITE:
-            raise WhetError(
-                f"the loss is {value} and the gradient's norm {norm}: not finite for {self._nonfinite} calls in "
-                "a row, so no step was taken; lower backend.optimizer.lr, or look at the loss's inputs"
-            )
-        return _flag("nonfinite_steps") if self._first else {}
-
     def _accumulate(
         self, batch: Batch, loss: Loss, counts: Mapping[str, float], watch: "Watch"
     ) -> tuple[float, dict[str, Metric]]:
@@ -102,7 +82,7 @@ class Worker(HeldModels):
             one = self._feed(part, batch)
             with torch.enable_grad():
                 outputs = self._root(one, loss.outputs)
-                objective, of_loss = self._objective(one, outputs, part, loss, counts)
+                objective, of_loss = self._objective_of(one, outputs, part, loss, counts)
                 if routing is not None:
                     objective = routing.add_to(objective, outputs[self._root.probe])
                 watch.lap("forward")
@@ -138,18 +118,19 @@ class Worker(HeldModels):
         # FSDP2 averages gradients over its ranks; the objective is a sum.
         torch.autograd.backward(objective * self._ranks.grid.averaged)
 
-    def _objective(
+    def _objective_of(
         self, one: Feed, outputs: Mapping[str, Tensor], part: Batch | None, loss: Loss, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return weight x sum / global count of a micro-batch, summed over terms, and the loss's metrics."""
-        zero = torch.zeros((), device=self._device)
+        """Return the objective of a pass and the loss's metrics. A pass that only keeps step with others adds 0."""
         if part is None:
-            return zero, {}
-        result = loss(spread(one, outputs), self._tensors(part))
-        for name, value in result.terms.items():
-            if counts.get(name):
-                zero = zero + value * (loss.weights.get(name, 1.0) / counts[name])
-        return zero, dict(result.metrics)
+            return torch.zeros((), device=self._device), {}
+        return self._objective(spread(one, outputs), part, loss, counts)
+
+    def _given(self) -> frozenset[str]:
+        return known_outputs(self._config)
+
+    def _drop_gradients(self) -> None:
+        self._weights.drop_gradients()
 
     # Without gradient
 
@@ -163,7 +144,7 @@ class Worker(HeldModels):
         total, found = 0.0, []
         for part in self._micro_batches(batch):
             one = self._feed(part, batch)
-            objective, of_loss = self._objective(one, self._root(one, made.outputs), part, made, counts)
+            objective, of_loss = self._objective_of(one, self._root(one, made.outputs), part, made, counts)
             total += float(objective)
             found.append(of_loss)
         (value,) = self._ranks.sum([total])
@@ -186,7 +167,7 @@ class Worker(HeldModels):
 
     def _score(self, root: AnyRoot, batch: Batch, outputs: tuple[str, ...]) -> dict[str, Any]:
         self._refuse_unknown(outputs, "what is to be scored")
-        found = {name: _room(name, batch) for name in outputs}
+        found = {name: room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
         for chosen in self._plan(batch):
             part = None if chosen is None else batch.take(chosen)
@@ -201,48 +182,6 @@ class Worker(HeldModels):
         return found
 
     # What both need
-
-    def _loss(self, spec: Spec) -> Loss:
-        key = json.dumps([spec.target, spec.config_type, spec.config], sort_keys=True, default=str)
-        if key not in self._losses:
-            from whet.config.build import build
-
-            made: Any = build(spec)
-            self._refuse_unknown(made.outputs, f"the loss {spec.target}")
-            self._losses[key] = made
-        return self._losses[key]
-
-    def _refuse_unknown(self, wanted: Iterable[str], who: str) -> None:
-        given = known_outputs(self._config)
-        if unknown := sorted(name for name in wanted if name.partition(":")[0] not in given):
-            words = f"{', '.join(unknown)}, which this model does not give: it gives {', '.join(sorted(given))}"
-            raise WhetError(f"{who} needs {words}")
-
-    def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
-        """Return the count of each term over all ranks."""
-        names = list(loss.weights)
-        mine = loss.counts(self._tensors(batch)) if batch.sequences else {}
-        return dict(zip(names, self._ranks.sum([float(mine.get(name, 0.0)) for name in names]), strict=True))
-
-    def _live(self, batch: Batch, loss: Loss) -> Batch:
-        """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
-        if not batch.sequences:
-            return batch
-        live = self._of_loss(batch, loss)
-        if live.all():
-            return batch
-        units = batch.units()
-        kept = [unit for unit in units if live[unit].any()] or units[:1]
-        return batch.take(np.concatenate(kept))
-
-    def live(self, batch: Batch | None, loss: Spec) -> Any:
-        """Return which sequences [B] of a batch can change the loss. None where the batch is another rank's."""
-        return None if batch is None else self._of_loss(batch, self._loss(loss))
-
-    def _of_loss(self, batch: Batch, loss: Loss) -> Any:
-        if not batch.sequences:
-            return np.zeros(0, np.bool_)
-        return np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
 
     def _plan(self, batch: Batch) -> list[Any]:
         """Return the sequences of each micro-batch. None: only other ranks still have a micro-batch."""
@@ -263,23 +202,3 @@ class Worker(HeldModels):
         if self._experts:
             self._experts.enter(part, one)
         return one
-
-    def _tensors(self, batch: Batch) -> Batch:
-        return batch.map(self._tensor)
-
-    def _tensor(self, column: Any) -> Tensor:
-        writable = column if column.flags.writeable else column.copy()
-        return torch.from_numpy(writable).to(self._device)
-
-
-def _room(name: str, batch: Batch) -> Any:
-    """Make room for an output of a whole batch."""
-    kind, _, k = name.partition(":")
-    if kind == "logprobs_at":
-        return np.zeros(batch["topk_ids"].shape, np.float32)
-    shape = (batch.tokens, int(k)) if kind.startswith("topk_") else (batch.tokens,)
-    return np.zeros(shape, np.int32 if kind == "topk_ids" else np.float32)
-
-
-def _flag(name: str) -> dict[str, Metric]:
-    return {name: metrics.total(1.0)}

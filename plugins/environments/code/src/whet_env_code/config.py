@@ -64,7 +64,8 @@ class CodeConfig:
     max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
     """Largest share of records that may be left out because they lack a task or tests, or their solution fails."""
     limits: Limits = field(factory=Limits)
-    """Limits of a program, over all of its tests together, and of the tool in each turn."""
+    """Limits of a program, over all of its tests together, and of the tool in each turn. With `cases`, `cpu_seconds`
+    holds for each input, as a program starts anew for it, and `wall_seconds` for all of them together."""
     sandbox: Selection = selection("sandboxes", "namespaces")
     """Where programs run. What it needs is checked before a run."""
 

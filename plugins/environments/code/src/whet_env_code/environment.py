@@ -11,24 +11,22 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from importlib.resources import files
 from typing import Any, Final
 
 from whet.data.messages import Message, conversation
 from whet.data.records import Task
 from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
-from whet_data.quoting import filled, without_markers
+from whet_data.quoting import filled, shown
 from whet_data.readers import Row
 from whet_data.tasks import load_tasks, split_file
 from whet_env_code.config import CodeConfig
-from whet_env_code.grading import Grader, Verdict, described
+from whet_env_code.grading import Grader, Verdict
 from whet_env_code.responses import defines, program_in, tool_call
+from whet_sandbox.interpreter import Interpreter
 from whet_sandbox.open import open_sandbox
-from whet_sandbox.sandbox import ProgramEnded, Sandbox, Session
+from whet_sandbox.sandbox import Sandbox
 
-_INTERPRETER: Final = files("whet_env_code.inside").joinpath("interpreter.py").read_text()
 _LONGEST_REASON: Final = 1000
 
 
@@ -74,9 +72,9 @@ class Code:
         reply = await model.reply(task.prompt)
         runs = 0
         if self._tools is not None:
-            async with _Interpreter(self._tools, self._config.tool_output) as interpreter:
+            async with Interpreter(self._tools) as interpreter:
                 while runs + 1 < self._config.turns and (code := tool_call(reply.text)) is not None:
-                    output = await interpreter.output(code)
+                    output = shown(await interpreter.output(code), self._config.tool_output)
                     runs += 1
                     try:
                         reply = await model.reply(Message("user", output))
@@ -155,41 +153,6 @@ class Code:
         except DataError:
             return False
         return True
-
-
-class _Interpreter:
-    """The Python tool of one episode. Its sandbox is opened by the first call, and ends with the episode."""
-
-    def __init__(self, sandbox: Sandbox, most: int) -> None:
-        self._sandbox, self._most = sandbox, most
-        self._stack, self._session = AsyncExitStack(), None
-        self._running: Session | None = None
-
-    async def __aenter__(self) -> "_Interpreter":
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._stack.aclose()
-
-    async def output(self, code: str) -> str:
-        """Run code, and return what it wrote, as a message for the model."""
-        try:
-            if self._running is None:
-                self._running = await self._stack.enter_async_context(self._sandbox.session())
-                await self._running.start(code=_INTERPRETER)
-            answer = await self._running.ask(json.dumps(code).encode())
-            text = answer.stdout + answer.stderr
-        except ProgramEnded as error:
-            await self._stack.aclose()
-            self._running = None
-            text = f"{error.result.stdout}[Python has ended: {described(error.result)}. All variables are lost.]"
-        return _shown(text, self._most)
-
-
-def _shown(text: str, most: int) -> str:
-    if len(text) > most:
-        text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[len(text) - most // 2 :]}"
-    return without_markers(text).strip("\n") or "[no output]"
 
 
 def _text(row: Row, field: str) -> str:

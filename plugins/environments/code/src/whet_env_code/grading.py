@@ -19,8 +19,9 @@ from typing import Any, Final
 from attrs import evolve, frozen
 
 from whet_sandbox.gate import Gate
+from whet_sandbox.interpreter import described
 from whet_sandbox.limits import Limits
-from whet_sandbox.sandbox import ProgramEnded, Result, Sandbox, Session
+from whet_sandbox.sandbox import ProgramEnded, Sandbox, Session
 
 _INSIDE: Final = {
     name: files("whet_env_code.inside").joinpath(f"{name}.py").read_text() for name in ("plain", "server", "tests")
@@ -163,21 +164,6 @@ def _verdict(answer: Mapping[str, Any], ended: str) -> Verdict:
     if not total:
         return Verdict(0, 0, ended or "no assert of the tests ran")
     return Verdict(int(answer["passed"]), total, ended or failed)
-
-
-def described(result: Result) -> str:
-    """Return how a program ended, in words, with its last words."""
-    ends = {
-        "exit": f"it left with code {result.exit}",
-        "signal": f"it was ended by signal {-result.exit}",
-        "cpu": "it used up its processor time",
-        "wall": "it did not answer in time",
-        "memory": "it used more memory than it may",
-        "output": "it wrote more output than it may",
-        "answer": "its answer is longer than it may be",
-    }
-    words = result.stderr.strip()[-_LAST_WORDS:]
-    return ends.get(result.why, result.why) + (f": {words!r}" if words else "")
 
 
 def _words(answer: bytes) -> str:

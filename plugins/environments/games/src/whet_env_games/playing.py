@@ -137,13 +137,14 @@ class GameEnvironment(Generic[P]):
 
     @cached_property
     def _test(self) -> Sequence[Task]:
-        """The distinct tasks that are found among ten times as many."""
-        wanted, found = self._config.test_tasks, dict[str, Task]()
-        for index in range(10 * wanted):
+        """The distinct tasks, in the order in which they are drawn. Where there are few, draws end with the news."""
+        wanted, found, last = self._config.test_tasks, dict[str, Task](), 0
+        index = 0
+        while len(found) < wanted and index - last <= 50 + 10 * len(found):
             task = self._task(self._seed("test", index), True)
+            last = last if task.id in found else index
             found.setdefault(task.id, task)
-            if len(found) == wanted:
-                break
+            index += 1
         return tuple(found.values())
 
     def _seed(self, split: str, index: int) -> int:

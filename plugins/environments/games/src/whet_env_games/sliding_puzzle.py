@@ -144,7 +144,7 @@ def _within(board: Board, limit: int, last: str) -> list[str] | None:
     return None
 
 
-DEMONSTRATED = SlidingPuzzleConfig(shuffle=8, turns=8)
+DEMONSTRATED = SlidingPuzzleConfig(shuffle=7, turns=8)
 
 
 def demonstrations(

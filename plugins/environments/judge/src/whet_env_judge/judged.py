@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Episode, Reply, Task
 from whet.errors import EpisodeError, Undecided
 from whet.interfaces.environment import (
@@ -86,6 +86,12 @@ class Recorder:
         reply = await self._model.reply(messages, **how)
         self.messages += [*conversation(messages), Message("assistant", reply.text)]
         return reply
+
+    def with_tools(self, tools: Tools) -> "Recorder":
+        """Return a model for a sequence with tools. If nothing was said before, its conversation is the judged one."""
+        other = Recorder(self._model.with_tools(tools))
+        other.messages = other.messages if self.messages else self.messages
+        return other
 
     def fork(self, agent: str = "") -> "Recorder":
         """Return a model for another sequence, which is not judged."""

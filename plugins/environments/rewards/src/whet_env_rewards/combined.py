@@ -15,7 +15,7 @@ class _Several:
     def __init__(self, config: AllConfig | AnyConfig) -> None:
         self._parts = [built(section) for section in config.of]
         if any(isinstance(part, GroupReward) for part in self._parts):
-            raise DataError("a reward that compares the episodes of a group cannot be a part of `all` or `any`")
+            raise DataError("a reward that compares the episodes of a group cannot be a part of `all-of` or `any-of`")
 
     async def _values(self, episode: Finished) -> Sequence[float]:
         return [await graded(part, episode) for part in self._parts]

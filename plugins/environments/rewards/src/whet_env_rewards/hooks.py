@@ -18,9 +18,9 @@ def whet_environments() -> Iterable[Component]:
 def whet_rewards() -> Iterable[Component]:
     """Offer the rewards."""
     return [
-        Component("all", config.AllConfig, "whet_env_rewards.combined:All"),
-        Component("any", config.AnyConfig, "whet_env_rewards.combined:Any"),
-        Component("format", config.FormatConfig, "whet_env_rewards.style:Format"),
+        Component("all-of", config.AllConfig, "whet_env_rewards.combined:All"),
+        Component("any-of", config.AnyConfig, "whet_env_rewards.combined:Any"),
+        Component("tag-format", config.FormatConfig, "whet_env_rewards.style:Format"),
         Component("repetition", config.RepetitionConfig, "whet_env_rewards.style:Repetition"),
         Component("overlong", config.OverlongConfig, "whet_env_rewards.lengths:Overlong"),
         Component("cosine-length", config.CosineLengthConfig, "whet_env_rewards.lengths:CosineLength"),

@@ -1,1 +1,1 @@
-"""Tools: a calculator that the model calls in an episode of two turns."""
+"""Environments with tools: a calculator for a first run, and `tool-use`, with functions, search, Python and MCP."""

@@ -1,7 +1,7 @@
 """The decoding loop: one batch of requests from prompts to completions, with any decoder."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,8 +9,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from whet.data.records import Completion, Request, Stop
+from whet.data.records import Completion, Progress, Request, Stop
 from whet.errors import WhetError
+from whet_generation.completeness import one_token
 from whet_hf.sampling import Sampler
 from whet_hf.stopping import Stops, StopStrings
 from whet_hf.swap import Weights
@@ -88,6 +89,10 @@ class Aborts:
         return id_ in self._ids or self._everything.is_set()
 
 
+Report = Callable[[list[Progress]], None]
+"""Takes the tokens of one step; called on the decoding thread."""
+
+
 @frozen(eq=False)
 class Job:
     """A request and the longest completion that it may get."""
@@ -111,10 +116,12 @@ def decode(
     aborts: Aborts,
     device: torch.device,
     lane: int = 0,
+    report: Report | None = None,
 ) -> list[Completion]:
     """Decode jobs, sorted by `place`, to their ends. Returns the completions in the same order.
 
-    If new weights arrive between two tokens, earlier tokens keep the keys and values of the old weights.
+    `report` gets each token of the requests that want it, as soon as it is sampled. If new weights arrive between two
+    tokens, earlier tokens keep the keys and values of the old weights.
     """
     versions = [(0, weights.between_tokens())]
     requests, samplings = [job.request for job in jobs], [job.request.sampling for job in jobs]
@@ -141,6 +148,11 @@ def decode(
             experts.add(rows, step - 1, session)
         tokens, drawn = sampler.draw(session.logits, step)
         history[rows, step], logprobs[rows, step] = tokens.cpu().numpy(), drawn.cpu().numpy()
+        if report is not None:
+            shown = [
+                (i, requests[row]) for i, row in enumerate(rows) if alive[i] and requests[row].progress is not None
+            ]
+            report(_reports(shown, step, tokens, drawn, sampler, session.logits))
         stopped = stops.stopped(rows, history, step)
         ended = stopped | (step + 1 >= limits[rows])
         for i in np.flatnonzero(alive & stopped):
@@ -177,6 +189,25 @@ def decode(
             experts.columns(i, int(n)),
         )
         for i, (r, n) in enumerate(zip(requests, lengths, strict=True))
+    ]
+
+
+def _reports(
+    shown: Sequence[tuple[int, Request]], step: int, tokens: Tensor, logprobs: Tensor, sampler: Sampler, logits: Tensor
+) -> list[Progress]:
+    """Return what is reported of the token of one step: for each (row, request), its token."""
+    most = max((request.progress or 0 for _, request in shown), default=0)
+    top, their = sampler.likeliest(logits, most) if most else (tokens[:, None], logprobs[:, None])
+    return [
+        one_token(
+            r.id,
+            step,
+            int(tokens[i]),
+            float(logprobs[i]),
+            top[i, : r.progress].tolist(),
+            their[i, : r.progress].tolist(),
+        )
+        for i, r in shown
     ]
 
 

@@ -21,6 +21,7 @@ def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
         forkable=True,
         sleeps=("cpu", "cuda"),
         columns_given=routed_experts(model),
+        extras=frozenset({"progress", "likeliest"}),
     )
 
 

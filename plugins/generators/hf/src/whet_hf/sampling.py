@@ -81,6 +81,13 @@ class Sampler:
         logprobs = (shifted.gather(1, tokens) - total.log()).float()
         return tokens[:, 0], logprobs[:, 0]
 
+    def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens of each row, [B, count], and their logprobs, which are of the same distribution
+        as those of `draw`. logits [B, V].
+        """
+        logprobs, tokens = (logits.float() / self._temperature).log_softmax(-1).topk(count)
+        return tokens, logprobs
+
     def _draw(self, step: int) -> Tensor:
         if step // BLOCK != self._block:
             self._block = step // BLOCK

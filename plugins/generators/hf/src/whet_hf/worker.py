@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from attrs import define
 
-from whet.data.records import Completion, Request
+from whet.data.records import Completion, Progress, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
 from whet_hf.adapter import Base
-from whet_hf.decode import Aborts, Job, decode
+from whet_hf.decode import Aborts, Job, Report, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
@@ -32,8 +32,8 @@ from whet_weights.transfer import receive
 
 log = logging.getLogger(__name__)
 
-Outcome = Completion | tuple[str, str]
-"""A completion, or (id, why the request cannot be served)."""
+Outcome = Completion | Progress | tuple[str, str]
+"""A completion, or a token of a running one, or (id, why the request cannot be served)."""
 
 LOWEST_TEMPERATURE = 1e-3
 """The lowest temperature above 0. A request whose logprobs overflow would end its whole batch."""
@@ -84,13 +84,17 @@ class Worker:
         self._running: list[_Queued] = []
         self._runner: asyncio.Task[None] | None = None
         self._aborts = Aborts()
+        self._report: Report | None = None
+        """Sends the tokens of the running batch; None: no request of it wants them."""
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._busy = threading.Lock()
         small = not experts and sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
-        """Queue requests. Yields the outcomes of each batch together, when the batch ends."""
+        """Queue requests. Yields the outcomes of each batch together, when the batch ends; before them, its tokens one
+        by one for requests that want them.
+        """
         outcomes: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         refused: list[Outcome] = []
         mine: list[_Queued] = []
@@ -110,7 +114,7 @@ class Worker:
                 done = await outcomes.get()
                 if isinstance(done, Exception):
                     raise done
-                left -= len(done)
+                left -= sum(not isinstance(outcome, Progress) for outcome in done)
                 yield done
         finally:
             self._queue = [q for q in self._queue if q.outcomes is not outcomes]
@@ -196,6 +200,8 @@ class Worker:
         length, limit = len(request.tokens), request.sampling.max_tokens
         if length == 0:
             raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
+        if request.sampling.schema:
+            raise WhetError(f"request {request.id} has a JSON schema, and the generator hf cannot hold a text to it")
         if limit < 1:
             raise WhetError(f"request {request.id} asks for {limit} tokens, wanted at least 1")
         if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < self._decoder.vocab_size:
@@ -221,6 +227,7 @@ class Worker:
             messages: dict[int, list[Outcome]] = {id(queued.outcomes): [] for queued in batch}
             receivers = {id(queued.outcomes): queued.outcomes for queued in batch}
             self._weights.begin()
+            self._report = self._reporter(batch)
             try:
                 completions = await loop.run_in_executor(compute_thread(), self._decode, [q.job for q in batch])
                 for queued, completion in zip(batch, completions, strict=True):
@@ -231,6 +238,18 @@ class Worker:
                 for receiver in receivers.values():
                     receiver.put_nowait(error)
             self._running = []
+
+    def _reporter(self, batch: list[_Queued]) -> Report | None:
+        """Return what sends the tokens of a batch to those who wait for them; None: nobody does."""
+        receivers = {queued.id: queued.outcomes for queued in batch if queued.job.request.progress is not None}
+        loop = asyncio.get_running_loop()
+
+        def report(tokens: list[Progress]) -> None:
+            for token in tokens:
+                found: list[Outcome] = [token]
+                loop.call_soon_threadsafe(receivers[token.id].put_nowait, found)
+
+        return report if receivers else None
 
     def _next_batch(self) -> list[_Queued]:
         """Remove from the queue, in order, the requests that fit `max_batch` and the cache. Returns at least one."""
@@ -256,7 +275,9 @@ class Worker:
 
     def _decode_lane(self, jobs: list[Job], lane: int) -> list[Completion]:
         with self._weights.lane():
-            return decode(self._decoder, jobs, self._strings, self._weights, self._aborts, self._device, lane)
+            return decode(
+                self._decoder, jobs, self._strings, self._weights, self._aborts, self._device, lane, self._report
+            )
 
 
 def split(jobs: list[Job], lanes: int) -> list[list[Job]]:

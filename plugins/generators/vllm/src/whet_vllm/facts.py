@@ -16,4 +16,5 @@ def facts(config: VllmConfig, model: ModelInfo) -> GeneratorFacts:
     found = ENGINE.facts(config, model, imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"))
     text = model.config.get("text_config") or model.config
     dense = not any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return evolve(found, adapters=frozenset({"linear"}) if dense else frozenset())
+    adapters = frozenset({"linear"}) if dense else frozenset[str]()
+    return evolve(found, adapters=adapters, extras=frozenset({"progress", "likeliest", "schema"}))

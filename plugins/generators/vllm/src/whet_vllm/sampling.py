@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.records import Completion, Request, Stop
+from whet.data.records import Completion, Progress, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import checked_logprobs, version_spans
 from whet_generation.routed_experts import COLUMN, completion_column
@@ -16,9 +16,10 @@ STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 def sampling_params(request: Request, limit: int) -> Any:
     """Return vLLM's `SamplingParams`. Only the request's stop conditions and the limit end a completion."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     sampling = request.sampling
+    kind = RequestOutputKind.FINAL_ONLY if request.progress is None else RequestOutputKind.CUMULATIVE
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -28,12 +29,13 @@ def sampling_params(request: Request, limit: int) -> Any:
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_tokens),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=request.progress or 0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=kind,
+        structured_outputs=StructuredOutputsParams(json=sampling.schema) if sampling.schema else None,
     )
 
 
@@ -53,6 +55,21 @@ def completion(request: Request, output: Any) -> Completion:
         request.id, tokens, checked_logprobs(logprobs, request, "vLLM"), STOPS[found.finish_reason], spans,
         {} if column is None else {COLUMN: column},
     )  # fmt: skip
+
+
+def progress(request: Request, output: Any, begin: int) -> Progress:
+    """Return the tokens of vLLM's running `RequestOutput` from the token `begin` on."""
+    (found,) = output.outputs
+    count, k, flat = len(found.token_ids), request.progress or 0, found.logprobs
+    likeliest = [range(start + 1, start + 1 + k) for start in flat.start_indices[begin:count]]
+    return Progress(
+        request.id,
+        begin,
+        np.array(found.token_ids[begin:], np.int64),
+        sampled_logprobs(flat, count)[begin:],
+        np.array([[flat.token_ids[i] for i in at] for at in likeliest], np.int64).reshape(-1, k),
+        np.array([[flat.logprobs[i] for i in at] for at in likeliest], np.float32).reshape(-1, k),
+    )
 
 
 def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

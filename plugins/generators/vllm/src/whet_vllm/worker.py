@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from attrs import asdict
 
 from whet.component import AdapterInfo
-from whet.data.records import Completion, Request
+from whet.data.records import Completion, Progress, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
@@ -32,15 +32,15 @@ from whet_generation.limits import completion_limit
 from whet_vllm import adapter
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
-from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params
+from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, progress, sampling_params
 from whet_weights.manifest import await_manifests
 from whet_weights.transfer import receive
 from whet_weights.whole import failure_among, stored_shapes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Outcome = Completion | tuple[str, str]
-"""A completion, or (id, why the request cannot be served)."""
+Outcome = Completion | Progress | tuple[str, str]
+"""A completion, or tokens of a running one, or (id, why the request cannot be served)."""
 POLL_SECONDS = 0.5
 PAUSES: dict[OnWeightUpdate, str] = {"drain": "wait", "continue": "keep", "abort": "abort"}
 
@@ -84,7 +84,7 @@ class Worker:
             left = len(requests)
             while left:
                 done = await mailbox.take()
-                left -= len(done)
+                left -= sum(not isinstance(outcome, Progress) for outcome in done)
                 yield done
         finally:
             with suppress(RuntimeError):  # the worker was closed meanwhile, and all its requests with it
@@ -157,7 +157,7 @@ class Worker:
 
     async def _serve(self, request: Request, mailbox: "_Mailbox") -> None:
         try:
-            mailbox.put(request.id, await self._ask(request))
+            mailbox.put(request.id, await self._ask(request, mailbox))
         except asyncio.CancelledError as error:
             if error.args == ("aborted",):
                 mailbox.put(request.id, nothing_yet(request.id))
@@ -167,8 +167,9 @@ class Worker:
         finally:
             self._tasks.pop(request.id, None)
 
-    async def _ask(self, request: Request) -> Completion:
-        limit = completion_limit(request, self._engine.max_length, self._engine.vocab_size, "vLLM", LOWEST_TEMPERATURE)
+    async def _ask(self, request: Request, mailbox: "_Mailbox") -> Completion:
+        most, words = self._engine.max_length, self._engine.vocab_size
+        limit = completion_limit(request, most, words, "vLLM", LOWEST_TEMPERATURE, schemas=True)
         self._waiting.add(request.id)
         try:
             while not self._gate.is_set():
@@ -180,10 +181,13 @@ class Worker:
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
             )
         prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
-        last = None
+        last, reported = None, 0
         params = sampling_params(request, limit)
         async for output in self._engine.llm.generate(prompt, params, request.id, lora_request=self._adapter):
             last = output
+            if request.progress is not None and (tokens := progress(request, output, reported)).tokens.size:
+                mailbox.post(tokens)
+                reported += len(tokens.tokens)
         return completion(request, last)
 
     def _refusal(self, request: Request, error: Exception) -> Outcome | Exception:
@@ -306,8 +310,12 @@ class _Mailbox:
         self.served: set[str] = set()
 
     def put(self, id_: str, outcome: Outcome | Exception) -> None:
-        """Deliver an outcome. Called on the engine's loop."""
+        """Deliver the outcome of a request. Called on the engine's loop."""
         self.served.add(id_)
+        self.post(outcome)
+
+    def post(self, outcome: Outcome | Exception) -> None:
+        """Deliver an outcome or a report of tokens. Called on the engine's loop."""
         self._outcomes.append(outcome)
         if len(self._outcomes) == 1:
             with suppress(RuntimeError):  # its loop was closed, and nobody waits any more

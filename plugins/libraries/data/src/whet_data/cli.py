@@ -86,7 +86,7 @@ def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most
     warn_of_broken(loaded.registry)
     model, models = find_models(loaded.config.model, loaded.config.roles)
     roles = make_roles(loaded.config, gather_facts(loaded.config, model, models))
-    chat = ChatTokenizer(model.path, loaded.config.model.chat_template)
+    chat = ChatTokenizer(model.path, loaded.config.model.chat_template, arguments=loaded.config.model.template)
     if "rollouts" in roles.algorithm.inputs:
         return _prompts(loaded.config, model, roles.of(EnvironmentFacts), chat, rows, split, most)
     with closing(_Status(None if quiet else Progress())) as status:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from whet.data.chat import ChatTokenizer, Trainable
+from whet.data.chat import ChatTokenizer, RewrittenHistory, Trainable
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
 from whet_data.layouts import found_words
@@ -37,9 +37,9 @@ def encode(
     train_on: TrainOn = "all",
     plain: bool = False,
 ) -> list[dict[str, Any]]:
-    """Tokenise a record into one sequence. Raises `DataError` that names what the record lacks. See `trainable`."""
+    """Tokenise a record. Raises `DataError` that names what the record lacks. See `trainable`."""
     found = trainable(record, chat, names, train_on, plain)
-    return [{"tokens": found.tokens, "loss_mask": found.loss_mask, "prompt_length": found.prompt_length}]
+    return [{"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length} for one in found]
 
 
 def trainable(
@@ -48,8 +48,8 @@ def trainable(
     names: Mapping[str, str],
     train_on: TrainOn = "all",
     plain: bool = False,
-) -> Trainable:
-    """Tokenise a record for training.
+) -> list[Trainable]:
+    """Tokenise a record for training into one sequence, or more where the chat template rewrites history.
 
     `{"messages": ...}`: the loss is on the assistant's turns. `{"prompt": ..., "completion": ...}`: the loss is on the
     completion; with `plain`, without a chat template. `{"text": ...}`: the loss is on all of it, without a template.
@@ -58,18 +58,42 @@ def trainable(
     called = {name: names.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in called.items() if record.get(own) is not None}
     if "messages" in given:
-        return chat.training(conversation(given["messages"]), train_on)
+        return _turns(conversation(given["messages"]), chat, train_on)
     if "prompt" in given and "completion" in given and plain:
-        return chat.training_completion(_string(given["prompt"]), _string(given["completion"]))
+        return [chat.training_completion(_string(given["prompt"]), _string(given["completion"]))]
     if "prompt" in given and "completion" in given:
         prompt = conversation(given["prompt"])
-        return chat.training((*prompt, *_completion(given["completion"])), train_on, first=len(prompt))
+        return _turns((*prompt, *_completion(given["completion"])), chat, train_on, len(prompt))
     if "text" in given:
-        return chat.training_text(_string(given["text"]))
+        return [chat.training_text(_string(given["text"]))]
     raise DataError(
         f"a record has the columns {found_words(record)}; wanted `{called['messages']}`, or "
         f"`{called['prompt']}` and `{called['completion']}`, or `{called['text']}` (see algorithm.fields)"
     )
+
+
+def _turns(whole: Conversation, chat: ChatTokenizer, train_on: TrainOn, first: int = 0) -> list[Trainable]:
+    """Return sequences in which each turn of the assistant is trained once, from message `first` on.
+
+    A sequence has as many turns as follow each other without a change of what stands before them. A turn that the
+    template renders otherwise later is trained in a sequence that ends before, as the model will write it.
+    """
+    turns = [i for i, message in enumerate(whole) if message.role == "assistant" and i >= first]
+    if train_on == "last" or len(turns) < 2:
+        return [chat.training(whole, train_on, first)]
+    found = []
+    while turns:
+        for count in range(len(turns), 0, -1):
+            last = turns[count - 1] + 1
+            try:
+                found.append(chat.training(whole if last == turns[-1] + 1 else whole[:last], first=turns[0]))
+            except RewrittenHistory:
+                if count == 1:
+                    raise
+            else:
+                turns = turns[count:]
+                break
+    return found
 
 
 def _completion(value: Any) -> Conversation:

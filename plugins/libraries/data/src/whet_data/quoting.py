@@ -26,6 +26,17 @@ def without_markers(text: str) -> str:
     return _MARKERS.sub(lambda found: f"{found[0]} ", text)
 
 
+def shown(output: str, most: int) -> str:
+    """Return the output of a tool as a message: without special tokens, at most `most` characters, never empty.
+
+    A longer text loses characters in its middle; a line says how many.
+    """
+    if len(output) > most:
+        left_out, end = len(output) - most, len(output) - most // 2
+        output = f"{output[: most - most // 2]}\n[{left_out} characters left out]\n{output[end:]}"
+    return without_markers(output).strip("\n") or "[no output]"
+
+
 def quoted(text: str, most: int = 0) -> str:
     """Return a text with `> ` before each line, without special tokens.
 

@@ -1,10 +1,12 @@
-"""Checks of an external engine's output: which weights made which token, and whether its logprobs can be trained on."""
+"""Checks of an engine's output: which weights made which token, and whether its logprobs can be trained on; and what is
+reported of a running completion.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from whet.data.records import Completion, FloatArray, Request
+from whet.data.records import Completion, FloatArray, Progress, Request
 from whet.errors import WhetError
 
 
@@ -31,6 +33,16 @@ def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatA
         )
     # Rounding may leave the likeliest token a hair above certainty.
     return np.minimum(found, np.float32(0))
+
+
+def one_token(
+    id_: str, begin: int, token: int, logprob: float, likeliest: Sequence[int] = (), logprobs: Sequence[float] = ()
+) -> Progress:
+    """Return the report of one token. `likeliest` and their `logprobs`: the likeliest tokens at its position, [k]."""
+    return Progress(
+        id_, begin, np.array([token], np.int64), np.array([logprob], np.float32), np.array([likeliest], np.int64),
+        np.array([logprobs], np.float32),
+    )  # fmt: skip
 
 
 def nothing_yet(id_: str) -> Completion:

@@ -4,8 +4,9 @@
                       <- future <- lists of completions, as each decoded batch ends
 
 The worker has an async generator `generate(requests)` that yields lists of outcomes. An outcome is a `Completion`, or
-`(id, message)` for a request that cannot be served. The worker's `abort(ids)` ends requests early. While a replica
-receives new weights, its requests wait in the dispatcher. They are sent when the replica has confirmed the new weights.
+`(id, message)` for a request that cannot be served. Where a request wants it, `Progress` records may come before its
+outcome. The worker's `abort(ids)` ends requests early. While a replica receives new weights, its requests wait in the
+dispatcher. They are sent when the replica has confirmed the new weights.
 
 If a replica is lost, each of its requests goes to another replica, or waits for one, with the same id and seed. A
 request that was running at two losses is a suspect. Suspects are served one prompt at a time. If a replica is lost
@@ -19,10 +20,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from attrs import Factory, define, field
+from attrs import Factory, define, evolve, field
 
-from whet.data.records import Completion, Request
+from whet.data.records import Completion, Progress, Request
 from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
+from whet.interfaces.generator import Listener, listener
 from whet.interfaces.workers import Heard, PendingEach, Workers
 from whet.runtime.inline import close_stream
 from whet_generation.load_balancer import LoadBalancer
@@ -38,6 +40,8 @@ MOST_LOSSES = 3
 class _Waiting:
     request: Request
     future: "asyncio.Future[Completion]"
+    listener: Listener | None = None
+    """Receives the tokens while they are sampled."""
     rank: int = -1
     """Rank of the replica that serves the request; -1: the request is not sent yet."""
 
@@ -110,7 +114,9 @@ class RequestDispatcher:
         if self.replicas.losses[request.id] >= MOST_LOSSES:
             raise self._given_up(request)
         self._loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, self._loop.create_future())
+        if (to := listener.get()) is not None:
+            request = evolve(request, progress=to.likeliest)
+        waiting = _Waiting(request, self._loop.create_future(), to)
         self._send_soon([waiting])
         try:
             return await waiting.future
@@ -331,6 +337,11 @@ class RequestDispatcher:
         return RequestLost(f"{losses} replicas were lost while they had request {request.id}{last}")
 
     def _settle(self, open_: dict[str, _Waiting], outcome: Any) -> None:
+        if isinstance(outcome, Progress):
+            running = open_.get(outcome.id)
+            if running is not None and running.listener is not None and not running.future.done():
+                running.listener.call(outcome)
+            return
         id_ = outcome.id if isinstance(outcome, Completion) else outcome[0]
         waiting = open_.pop(id_, None)
         if waiting is None:

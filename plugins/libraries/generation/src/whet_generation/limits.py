@@ -13,17 +13,21 @@ def context_length(own: int, asked: int, most: int) -> int:
 
 
 def completion_limit(
-    request: Request, max_length: int, vocab_size: int, engine: str, lowest_temperature: float = 0.0
-) -> int:
+    request: Request, max_length: int, vocab_size: int, engine: str, lowest_temperature: float = 0.0,
+    schemas: bool = False,
+) -> int:  # fmt: skip
     """Return how many tokens the completion may have. Raises `WhetError` for a request that cannot be served.
 
-    max_length: limit of prompt and completion; lowest_temperature: the lowest that the engine supports, apart from 0.
+    max_length: limit of prompt and completion; lowest_temperature: the lowest that the engine supports, apart from 0;
+    schemas: whether the engine can hold a text to a JSON schema.
     """
     length, sampling = len(request.tokens), request.sampling
     if length == 0:
         raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
     if sampling.max_tokens < 1:
         raise WhetError(f"request {request.id} asks for {sampling.max_tokens} tokens, wanted at least 1")
+    if sampling.schema and not schemas:
+        raise WhetError(f"request {request.id} has a JSON schema, and {engine} cannot hold a text to it here")
     if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
         raise WhetError(f"request {request.id} has a token outside the vocabulary of {vocab_size}")
     if length >= max_length:

@@ -15,7 +15,7 @@ The worker knows when a completion ends, who waits for it, and which weights mad
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,16 @@ import numpy as np
 from whet.component import import_path, resolve
 from whet.config.structure import structure, unstructure
 from whet.data.model_info import ModelInfo
-from whet.data.records import Completion, Request, Stop
+from whet.data.records import Completion, Progress, Request, Stop
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext, WorkerRank
 from whet.runtime.worker_process import compute_thread
+from whet_generation.completeness import one_token
 from whet_generation.replicas import ReplicatedGenerator
 
-Outcome = Completion | tuple[str, str]
-"""A completion, or (id, why the request cannot be served)."""
+Outcome = Completion | Progress | tuple[str, str]
+"""A completion, or a token of a running one, or (id, why the request cannot be served)."""
 
 
 class SerialGenerator(ReplicatedGenerator):
@@ -93,13 +94,27 @@ class SerialWorker:
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
         """Serve requests in their order, and yield each outcome as soon as it is known."""
-        loop, ids = asyncio.get_running_loop(), {request.id for request in requests}
+        ids = {request.id for request in requests}
         self._wanted |= ids
         try:
             for request in requests:
-                yield [await loop.run_in_executor(compute_thread(), self._serve, request)]
+                async for outcome in self._outcomes(request):
+                    yield [outcome]
         finally:
             self._wanted -= ids
+
+    async def _outcomes(self, request: Request) -> AsyncIterator[Outcome]:
+        """Serve one request. Yield its tokens one by one, if it wants them, and then its outcome."""
+        loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Progress | None]()
+
+        def report(token: Progress) -> None:
+            loop.call_soon_threadsafe(tokens.put_nowait, token)
+
+        serving = loop.run_in_executor(compute_thread(), self._serve, request, report)
+        serving.add_done_callback(lambda _: tokens.put_nowait(None))
+        while (token := await tokens.get()) is not None:
+            yield token
+        yield await serving
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
         """End requests early; without ids, all of them."""
@@ -126,15 +141,17 @@ class SerialWorker:
         with self._busy:
             self.move(self.rank.device)
 
-    def _serve(self, request: Request) -> Outcome:
+    def _serve(self, request: Request, report: Callable[[Progress], object]) -> Outcome:
+        if request.sampling.schema:
+            return request.id, "this generator cannot hold a text to a JSON schema"
         with self._busy:
             if self._broken:
                 return request.id, f"there are no weights to use, as the last weight sync failed: {self._broken}"
             if not 1 <= len(request.tokens) < self.positions:
                 return request.id, f"a prompt of {len(request.tokens)} tokens, wanted 1 to {self.positions - 1}"
-            return self._complete(request)
+            return self._complete(request, report)
 
-    def _complete(self, request: Request) -> Completion:
+    def _complete(self, request: Request, report: Callable[[Progress], object]) -> Completion:
         sampling, tokens, logprobs = request.sampling, list[int](), list[float]()
         following, stop = self.continued(request), "length"
         while len(tokens) < min(sampling.max_tokens, self.positions - len(request.tokens)):
@@ -144,6 +161,8 @@ class SerialWorker:
             token, logprob = next(following)
             tokens.append(token)
             logprobs.append(logprob)
+            if request.progress is not None:
+                report(one_token(request.id, len(tokens) - 1, token, logprob))
             if token in sampling.stop_tokens or any(text in self.decode(tokens) for text in sampling.stop):
                 stop = "stop"
                 break

@@ -6,8 +6,10 @@
 
 Counted are the sequences with a token under the mask. A sequence without one was empty from the beginning, or was
 masked later; `count_empty` and `count_masked` decide whether these two kinds count too. `count` reads only the mask, so
-it is known before any forward pass and adds up over micro-batches and ranks. With a `max_length` of 1, `constant` is
-the mean of the sequences' sums.
+it is known before any forward pass and adds up over micro-batches and ranks. A conversation of several sequences, which
+a chat template makes that rewrites history, counts once: each of its sequences counts as its share of the
+conversation's trained tokens. So it has the loss of one sequence with all of these tokens. With a `max_length` of 1,
+`constant` is the mean of the sequences' sums.
 """
 
 from typing import Any, Literal
@@ -18,9 +20,15 @@ from whet_ops.reductions import segment_mean, segment_sum
 Aggregation = Literal["token", "sequence", "constant"]
 
 
-def total(values: Any, mask: Any, lengths: Any, aggregation: Aggregation) -> Any:
-    """Return the sum to be averaged. values [N], 0 where mask [N] is false; lengths [B] -> a number."""
-    return segment_mean(values, lengths, mask).sum() if aggregation == "sequence" else values.sum()
+def total(values: Any, mask: Any, lengths: Any, aggregation: Aggregation, share: Any = None) -> Any:
+    """Return the sum to be averaged. values [N], 0 where mask [N] is false; lengths [B] -> a number.
+
+    `share` [B] is what each sequence is of its conversation, if some conversations have several.
+    """
+    if aggregation != "sequence":
+        return values.sum()
+    means = segment_mean(values, lengths, mask)
+    return (means if share is None else means * share).sum()
 
 
 def count(
@@ -31,6 +39,7 @@ def count(
     count_empty: bool = False,
     count_masked: bool | None = None,
     sampled: Any = None,
+    share: Any = None,
 ) -> Any:
     """Return the number that the total is divided by. mask [N] bool, lengths [B] -> a number.
 
@@ -46,8 +55,13 @@ def count(
         left = ~counted
         masked = left & (segment_sum(sampled + 0, lengths) > 0) if sampled is not None else left & False
         counted = counted | (left & ~masked if count_empty else masked & False) | (masked & count_masked)
-    sequences = counted.sum()
+    sequences = counted.sum() if share is None else (counted * share).sum()
     return sequences * max_length if aggregation == "constant" else sequences
+
+
+def share_of(batch: Any) -> Any:
+    """Return the column `share` [B], or None if each conversation is one sequence."""
+    return batch["share"] if "share" in batch else None  # noqa: SIM401 - a batch has no `get`
 
 
 def counted(batch: Any, config: AverageConfig) -> Any:
@@ -64,4 +78,5 @@ def counted(batch: Any, config: AverageConfig) -> Any:
         config.count_empty,
         config.count_masked,
         sampled,
+        share_of(batch),
     )

@@ -24,7 +24,7 @@ class Members:
     owner: NDArray[Any]
     """The member of each sequence: [B]."""
     sizes: NDArray[Any]
-    """The number of sequences of each member: [M]."""
+    """The number of sequences of each member: [M]. A conversation of several sequences counts as one."""
     cohort: NDArray[Any]
     """A number for each member. Members with the same number are compared: one agent in one group. [M]."""
 
@@ -33,6 +33,8 @@ def members_of(batch: Batch) -> Members:
     """Return the members of a batch. Without the column `member`, each episode is a member."""
     column = np.asarray(batch["member"] if "member" in batch else batch["episode"])
     _, first, owner, sizes = np.unique(column, return_index=True, return_inverse=True, return_counts=True)
+    if "share" in batch:  # the shares of a conversation add up to 1
+        sizes = np.rint(np.bincount(owner, np.asarray(batch["share"]))).astype(np.int64)
     group = np.asarray(batch["group"] if "group" in batch else np.zeros(len(column), np.int64))
     agent = np.asarray(batch["agent"] if "agent" in batch else np.zeros(len(column), np.int64))
     _, groups = np.unique(group, return_inverse=True)

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from whet.interfaces.clock import stopped_clock
+
 
 class Gate:
     """Lets at most `places` tasks in at a time, in the order in which they come."""
@@ -16,7 +18,7 @@ class Gate:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for a place, and keep it for the block."""
+        """Wait for a place, and keep it for the block. Waiting counts against no deadline of an episode."""
         await self._enter()
         try:
             yield
@@ -32,7 +34,8 @@ class Gate:
             turn = loop.create_future()
             self._waiting.append((loop, turn))
         try:
-            await turn
+            with stopped_clock():
+                await turn
         except asyncio.CancelledError:
             with self._lock:
                 waits = (loop, turn) in self._waiting

@@ -6,45 +6,50 @@
               [u1 xx u2]        -> a4    xx was never sampled:         u1 xx u2 a4
                                          another sequence
 
-Conversations are compared as they were shown, except for white space around the model's text and the ids of calls. A
-recorded sequence continues with its own tokens, never with tokens of the text that the agent sends back. A request with
-other tools is another conversation, because its prompt begins differently.
+Conversations are compared as they were shown, except for white space around the model's text and the ids of calls. The
+model's reasoning may be sent back or left out. A recorded sequence continues with its own tokens, never with tokens of
+the text that the agent sends back. A request with other tools is another conversation, because its prompt begins
+differently.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from attrs import frozen
 
 from whet.data.chat import RewrittenHistory
 from whet.data.messages import Conversation, Message, Tools
-from whet.data.records import IntArray, Sampling
+from whet.data.records import IntArray
 from whet.errors import ContextFull, DataError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
 from whet.interfaces.environment import Address
+from whet.interfaces.generator import Listener, listening
 from whet.rollout.event_loop import gather_or_cancel
-from whet_endpoint import responses
+from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError
-from whet_endpoint.listener import Listener
-from whet_endpoint.requests import ApiRequest, Rules, check_ignored
-from whet_endpoint.responses import Choice
+from whet_endpoint.listener import Listener as AddressListener
+from whet_endpoint.reasoning import parts
+from whet_endpoint.requests import ApiRequest, Rules
+from whet_endpoint.session import Listen
 from whet_endpoint.tool_calls import check_tools, read_choice
+
+Made = TypeVar("Made")
 
 
 @asynccontextmanager
 async def open_episode(
-    listener: Listener, sequence: RecordedSequence, chat: Chat, sampling: Sampling, ignore: Collection[str]
+    listener: AddressListener, sequence: RecordedSequence, chat: Chat, rules: Rules
 ) -> AsyncIterator[Address]:
     """Open an endpoint for an episode until the context ends. A failure of the model ends the body and is raised."""
     scope = FailureScope()
-    rules = Rules(sampling, fixed=True, ignore=check_ignored(ignore))
     responder = EpisodeResponder(sequence, chat, rules, scope)
     async with scope, listener.open(responder, responder.conversations) as address:
         yield address
@@ -98,11 +103,11 @@ class EpisodeResponder:
     """Plays requests as turns of an episode's sequences. Obeys `whet_endpoint.session.Responder`."""
 
     def __init__(self, sequence: RecordedSequence, chat: Chat, rules: Rules, scope: FailureScope) -> None:
-        self.rules, self._chat, self._scope = rules, chat, scope
+        self.rules, self.chat, self._scope = rules, chat, scope
         self._first = sequence
         begin = _Place(sequence, sequence.turns)
-        self._places = {_chain(sequence.messages)[-1]: begin}
-        """By the digest of the conversation up to the place."""
+        self._places = {_chain(sequence.messages, (), reasoning)[-1]: begin for reasoning in (False, True)}
+        """By the digest of the conversation up to the place, with the model's reasoning and without."""
         self._all = [begin]
         self._busy = set[RecordedSequence]()
         """Sequences whose next response is being sampled."""
@@ -112,10 +117,10 @@ class EpisodeResponder:
         """Return the conversation of each sequence that has a response."""
         return tuple(sequence.messages for sequence in self._sequences if sequence.turns)
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Play a request as a turn. A failure that is not the request's own fails the episode."""
         try:
-            return responses.response(request, name, await self._choices(request), self._chat.pieces)
+            return await self._choices(request, listen)
         except ApiError:
             raise
         except ContextFull as error:
@@ -124,22 +129,24 @@ class EpisodeResponder:
             self._scope.fail(error)
             raise ApiError(503, "the model cannot answer; the episode ends here", code="model_failed") from error
 
-    async def _choices(self, request: ApiRequest) -> list[Choice]:
-        check_tools(request, self._chat)
+    async def _choices(self, request: ApiRequest, listen: Listen | None) -> list[Choice]:
+        check_tools(request, self.chat)
         place, messages, tokens = self._recorded(request)
         chosen: list[RecordedSequence] = []
         for _ in range(request.count):
             chosen.append(self._sequence(place, request.tools))
             self._busy.add(chosen[-1])
         try:
-            turns = await gather_or_cancel(one.turn(messages, request.sampling, tokens) for one in chosen)
+            turns = await gather_or_cancel(
+                heard(one.turn(messages, request.sampling, tokens), request, i, listen) for i, one in enumerate(chosen)
+            )
         except RewrittenHistory:
             raise
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         finally:
             self._busy.difference_update(chosen)
-        choices = [read_choice(request, self._chat, turn.prompt, turn.completion) for turn in turns]
+        choices = [read_choice(request, self.chat, turn.prompt, turn.completion) for turn in turns]
         for one, choice in zip(chosen, choices, strict=True):
             self._remember(one, request, choice)
         return choices
@@ -150,15 +157,16 @@ class EpisodeResponder:
         """
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            keys = _chain(prompt, request.tools)
-            length = next((n for n in reversed(range(len(prompt))) if keys[n] in self._places), None)
-            return (None, prompt, None) if length is None else (self._places[keys[length]], prompt[length:], None)
+            chains = [_chain(prompt, request.tools, reasoning) for reasoning in (True, False)]
+            known = ((n, chain[n]) for n in reversed(range(len(prompt))) for chain in chains)
+            length, key = next(((n, key) for n, key in known if key in self._places), (0, b"none"))
+            return self._places.get(key), prompt[length:], None
         if isinstance(prompt, str):
-            return None, (Message("user", prompt),), self._chat.encode(prompt)
+            return None, (Message("user", prompt),), self.chat.encode(prompt)
         within = [p for p in self._all if p.turns and np.array_equal(prompt[: len(p.tokens)], p.tokens)]
         place = max(within, key=lambda p: len(p.tokens), default=None)
         rest = prompt[len(place.tokens) :] if place else prompt
-        return place, (Message("user", self._chat.decode(rest)),) if len(rest) else (), rest
+        return place, (Message("user", self.chat.decode(rest)),) if len(rest) else (), rest
 
     def _sequence(self, place: _Place | None, tools: Tools) -> RecordedSequence:
         """Return the sequence that continues a place: its own while it still ends there, otherwise another."""
@@ -175,15 +183,29 @@ class EpisodeResponder:
         place = _Place(sequence, sequence.turns)
         self._all.append(place)
         if isinstance(request.prompt, tuple):
-            response = Message("assistant", choice.text, choice.calls)
-            self._places[_chain((*request.prompt, response), request.tools)[-1]] = place
+            talk = (*request.prompt, choice.message)
+            for reasoning in (False, True):
+                self._places[_chain(talk, request.tools, reasoning)[-1]] = place
 
 
-def _chain(messages: Conversation, tools: Tools = ()) -> list[bytes]:
-    """Return a digest of no message, of the first, of the first two, and so on: [messages + 1]."""
+async def heard(turn: Awaitable[Made], request: ApiRequest, index: int, listen: Listen | None) -> Made:
+    """Await what a choice is made of, and pass on its tokens as they are reported."""
+    if listen is None:
+        return await turn
+    with listening(Listener(partial(listen, index), request.likeliest)):
+        return await turn
+
+
+def _chain(messages: Conversation, tools: Tools, reasoning: bool) -> list[bytes]:
+    """Return a digest of no message, of the first, of the first two, and so on: [messages + 1]. `reasoning`: with the
+    reasoning of the assistant.
+    """
     chain = [blake2b("\n".join(tools).encode()).digest() if tools else b""]
     for message in messages:
-        text = message.text.strip() if message.role == "assistant" else message.text
+        text = message.text
+        if message.role == "assistant":
+            thought, text = parts(text)
+            text = (f"{thought}\n\n" if thought and reasoning else "") + text.strip()
         calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
         shown = f"\n{message.role}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
         chain.append(blake2b(chain[-1] + shown.encode(errors="surrogatepass")).digest())

@@ -1,8 +1,6 @@
 """The address of all endpoints: one HTTP server, and a fresh key for each endpoint.
 
-    POST /v1/chat/completions     key -> session -> responder -> response
-    POST /v1/completions
-    GET  /v1/models
+    key -> session -> responder -> choices -> dialect -> response
 
 A client that disconnects cancels its request. A session that ends cancels all requests with its key. The server runs on
 the event loop that opens the first session, and closes with the last one.

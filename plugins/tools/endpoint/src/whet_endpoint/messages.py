@@ -26,9 +26,16 @@ def read_messages(value: Any) -> Conversation:
         raise ApiError(400, str(error), "messages") from error
     if not all(is_text(message.text) for message in messages):
         raise ApiError(400, "a message has half a character (a lone surrogate)", "messages")
-    if messages[-1].role == "assistant":
-        raise ApiError(400, "the last message is the assistant's own: there is nothing to answer", "messages")
+    refuse_last_assistant(messages, "messages")
     return messages
+
+
+def refuse_last_assistant(messages: Conversation, param: str) -> None:
+    """Raise `ApiError` where a conversation has no message that the model could answer. `param`: the parameter."""
+    if not messages:
+        raise ApiError(400, f"{param} is empty: there is nothing to answer", param)
+    if messages[-1].role == "assistant":
+        raise ApiError(400, "the last message is the assistant's own: there is nothing to answer", param)
 
 
 def _message(value: Any) -> Message:
@@ -62,11 +69,15 @@ def _call(value: Any) -> Call:
     )
     if not isinstance(function, dict):
         raise unwanted("messages", value, "calls of functions as tool_calls")
-    name, arguments, id_ = function.get("name"), function.get("arguments"), value.get("id") or ""
+    return read_call(value.get("id") or "", function.get("name"), function.get("arguments"), "messages")
+
+
+def read_call(id_: Any, name: Any, arguments: Any, param: str) -> Call:
+    """Return a call that a request repeats. Raises `ApiError` that names the parameter."""
     if not isinstance(name, str) or not isinstance(id_, str) or not is_text(name + id_):
-        raise unwanted("messages", value, "a call with text as id and name")
+        raise unwanted(param, [id_, name], "a call with text as id and name")
     if not isinstance(arguments, str) or not _is_object(arguments):
-        raise unwanted("messages", arguments, "the text of a JSON object as arguments of a call")
+        raise unwanted(param, arguments, "the text of a JSON object as arguments of a call")
     return Call(id_, name, arguments)
 
 
@@ -78,14 +89,15 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def read_tools(value: Any, refuse_strict: str) -> Tools:
-    """Return the tools of a request. `refuse_strict` is the advice in the error for `strict`; empty: it is ignored."""
+def read_tools(value: Any) -> tuple[Tools, str]:
+    """Return the tools of a request in the format of Chat, and the place of the first one that is `strict`, or ""."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise unwanted("tools", value, f"a list of at most {MOST_TOOLS} tools")
-    return tuple(_tool(i, tool, refuse_strict) for i, tool in enumerate(value))
+    tools = tuple(_tool(i, tool) for i, tool in enumerate(value))
+    return tools, next((f"tools[{i}]" for i, tool in enumerate(value) if tool["function"].get("strict")), "")
 
 
-def _tool(i: int, tool: Any, refuse_strict: str) -> str:
+def _tool(i: int, tool: Any) -> str:
     """Return a tool as JSON for chat templates, its fields in the order of the request."""
     where = f"tools[{i}]"
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
@@ -96,13 +108,6 @@ def _tool(i: int, tool: Any, refuse_strict: str) -> str:
     for key, kind in (("description", str), ("parameters", dict)):
         if not isinstance(function.get(key), kind | None):
             raise ApiError(400, f"{where}.function.{key} is {function[key]!r:.80}, wanted {kind.__name__}", "tools")
-    if refuse_strict and function.get("strict"):
-        raise ApiError(
-            400,
-            f"{where}.function.strict is set, and what the model answers is sampled freely: arguments are not held "
-            f"to a schema; {refuse_strict}",
-            "tools",
-        )
     kept = {key: held for key, held in function.items() if key in ("name", "description", "parameters") and held}
     text = json.dumps({"type": "function", "function": kept}, ensure_ascii=False)
     if not is_text(text):

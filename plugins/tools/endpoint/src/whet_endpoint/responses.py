@@ -1,136 +1,155 @@
-"""Responses in the format of OpenAI's API: whole responses, streams of events, errors."""
+"""OpenAI's Responses: requests and responses."""
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve
 
-from whet.data.messages import Call
-from whet.data.records import Completion, IntArray
-from whet_endpoint.errors import ApiError
-from whet_endpoint.requests import MODEL, ApiRequest
+from whet.data.messages import Message
+from whet_endpoint.chat import openai_error, versions
+from whet_endpoint.choices import Choice, Pieces
+from whet_endpoint.errors import ApiError, unwanted
+from whet_endpoint.memory import Memory, response_id
+from whet_endpoint.messages import refuse_last_assistant
+from whet_endpoint.requests import MODEL, ApiRequest, Fields, Rules
+from whet_endpoint.response_items import output_items, read_items
+from whet_endpoint.response_stream import ResponsesWriter
 
-Pieces = Callable[[IntArray], list[str]]
-"""Returns the text of each token."""
-
-
-@frozen(eq=False)
-class Choice:
-    """One completion of a request."""
-
-    prompt: IntArray
-    """All tokens before it: [prompt]."""
-    completion: Completion
-    text: str
-    """The shown text: without special tokens, up to a stop string of the request or the first call of a tool."""
-    calls: tuple[Call, ...] = ()
-    """Calls of tools after the text."""
+REPEATED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "service_tier")
+"""Parameters that change nothing and are repeated in the response."""
 
 
-def response(request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
-    """Return the response to a request; `name` is unique. `events` makes a stream of it."""
-    prompt = choices[0].prompt
-    sampled = sum(len(choice.completion.tokens) for choice in choices)
+class ResponsesDialect:
+    """Responses. Obeys `whet_endpoint.dialects.Dialect`."""
+
+    def read(self, body: Any, rules: Rules, memory: Memory) -> ApiRequest:
+        """Return the request in a body of `/v1/responses`. Raises `ApiError`."""
+        fields = Fields(body, rules)
+        asked = {name: body[name] for name in REPEATED if body.get(name) is not None}
+        fields.model()
+        before, previous = self._before(fields, memory)
+        history = (*before, *read_items(fields.take("input", [])))
+        refuse_last_assistant(history, "input")
+        instructions = fields.take("instructions", "")
+        if not isinstance(instructions, str):
+            raise unwanted("instructions", instructions, "text")
+        prompt = (Message("system", instructions), *history) if instructions else history
+        choice, parallel = fields.take("tool_choice", "auto"), fields.take("parallel_tool_calls", True)
+        tools, called = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
+        show_logprobs, likeliest = self._logprobs(fields)
+        self._without_effect(fields)
+        form = fields.mapping("text")
+        schema = fields.schema("text", form.get("format") or {"type": "text"})
+        request = fields.request(prompt, fields.integer("max_output_tokens", 1, None))
+        stores, tokens = fields.flag("store", True), fields.flag("return_token_ids")
+        fields.rest()
+        asked |= {
+            "instructions": instructions or None, "previous_response_id": previous, "store": stores,
+            "tools": [_shown_tool(json.loads(tool)) for tool in tools], "parallel_tool_calls": True,
+            "tool_choice": choice if choice in ("auto", "none") else "auto",
+            "text": {"format": form.get("format") if schema else {"type": "text"}},
+            "max_output_tokens": request.sampling.max_tokens, "top_logprobs": likeliest,
+        }  # fmt: skip
+        return evolve(
+            request, sampling=evolve(request.sampling, schema=schema), tools=tools, reads_calls=called,
+            splits_reasoning=True, show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
+            history=history, kept=stores, asked=asked, ignored=fields.ignored,
+        )  # fmt: skip
+
+    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
+        """Return the whole response."""
+        (choice,) = choices
+        cut = choice.completion.stop == "length"
+        return {
+            **_begun(request, name),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output_items(request, name, choice, pieces),
+            "usage": _usage(choice),
+            "weight_versions": versions(choice),
+        }
+
+    def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> ResponsesWriter:
+        """Return the writer of a stream."""
+        begun = _begun(request, name)
+        return ResponsesWriter(begun, name, pieces, lambda choices: self.response(request, name, choices, pieces))
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return an error as JSON."""
+        return openai_error(error)
+
+    def _before(self, fields: Fields, memory: Memory) -> tuple[tuple[Message, ...], str | None]:
+        """Return the conversation that a request continues by the id of a response, and this id."""
+        previous = fields.take("previous_response_id")
+        if previous is None:
+            return (), None
+        found = memory.find(previous) if isinstance(previous, str) else None
+        if found is None:
+            raise ApiError(
+                400, f"there is no response {previous!r:.80} of this key; send the whole conversation as input",
+                "previous_response_id", "previous_response_not_found",
+            )  # fmt: skip
+        return found, previous
+
+    def _logprobs(self, fields: Fields) -> tuple[bool, int]:
+        include = fields.take("include", [])
+        if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+            raise unwanted("include", include, "a list of names")
+        for name in include:
+            if name not in ("message.output_text.logprobs", "reasoning.encrypted_content"):
+                fields.unsupported("include", f"include has {name:.80}, which this model does not have")
+        likeliest = fields.likeliest()
+        return "message.output_text.logprobs" in include or likeliest > 0, likeliest
+
+    def _without_effect(self, fields: Fields) -> None:
+        """Read the fields that are honoured by doing nothing, and refuse what would change the response."""
+        fields.mapping("stream_options")
+        effort = {name: value for name, value in fields.mapping("reasoning").items() if value is not None}
+        if wanted := sorted(effort.keys() - {"summary", "generate_summary"}):
+            fields.unsupported("reasoning", f"reasoning.{wanted[0]:.40} is set, and the chat template decides on it")
+        if fields.rules.fixed:
+            fields.integer("max_tool_calls", 1, None)  # the agent calls them itself
+
+
+def _begun(request: ApiRequest, name: str) -> dict[str, Any]:
+    """Return what a response has from its beginning."""
+    sampling = request.sampling
     return {
-        "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{name}",
-        "object": "chat.completion" if request.is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [_choice(request, i, choice, pieces) for i, choice in enumerate(choices)],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled},
-        **({"prompt_token_ids": prompt.tolist()} if request.show_tokens else {}),
-    }
+        "id": response_id(name), "object": "response", "created_at": int(time.time()), "model": MODEL,
+        "status": "in_progress", "background": False, "error": None, "incomplete_details": None, "output": [],
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "truncation": "disabled", "usage": None,
+        "reasoning": {"effort": None, "summary": None}, "metadata": {}, **request.asked,
+    }  # fmt: skip
 
 
-def _choice(request: ApiRequest, index: int, choice: Choice, pieces: Pieces) -> dict[str, Any]:
-    completion = choice.completion
-    content: dict[str, Any] = {"text": choice.text}
-    if request.is_chat:
-        content = {"message": _message(choice)}
+def _usage(choice: Choice) -> dict[str, Any]:
+    prompt, sampled = len(choice.prompt), len(choice.completion.tokens)
     return {
-        "index": index,
-        **content,
-        "finish_reason": "tool_calls" if choice.calls and completion.stop == "stop" else completion.stop,
-        "logprobs": _logprobs(request, completion, pieces) if request.show_logprobs else None,
-        "weight_versions": [[int(first), int(version)] for first, version in completion.versions],
-        **({"token_ids": completion.tokens.tolist()} if request.show_tokens else {}),
-    }
+        "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled,
+    }  # fmt: skip
 
 
-def _message(choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.calls:
-        message["content"] = choice.text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.calls
-        ]
-    return message
+def _tools(given: Any, fields: Fields) -> list[Any]:
+    """Return the tools of a request in the format of Chat. Tools that run at OpenAI are not supported."""
+    if not isinstance(given, list):
+        raise unwanted("tools", given, "a list of tools")
+    functions = []
+    for i, tool in enumerate(given):
+        if isinstance(tool, dict) and tool.get("type") == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            if function.pop("strict", False):
+                # Clients of this dialect set it unless they are told otherwise. The response says `strict: false`.
+                fields.note("strict")
+            functions.append({"type": "function", "function": function})
+        else:
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            fields.unsupported("tools", f"tools[{i}] is {kind!r:.80}, and the model calls functions alone")
+    return functions
 
 
-def _logprobs(request: ApiRequest, completion: Completion, pieces: Pieces) -> dict[str, Any]:
-    """Return the logprobs of all tokens of a completion, the stop token included."""
-    tokens, logprobs = pieces(completion.tokens), completion.logprobs.tolist()
-    if request.is_chat:
-        content = [
-            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-    starts = list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts}
-
-
-def events(request: ApiRequest, whole: Mapping[str, Any]) -> bytes:
-    """Return a response as server-sent events: the content of each choice in one, its end in another."""
-    common = {name: whole[name] for name in ("id", "created", "model")}
-    common["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
-    chunks: list[dict[str, Any]] = [{**common, "choices": [_content(choice)]} for choice in whole["choices"]]
-    chunks += [{**common, "choices": [_end(choice)]} for choice in whole["choices"]]
-    if request.show_tokens:
-        chunks[0]["prompt_token_ids"] = whole["prompt_token_ids"]
-    if request.show_usage:
-        chunks.append({**common, "choices": [], "usage": whole["usage"]})
-    return b"".join(_event(json.dumps(chunk)) for chunk in chunks) + _event("[DONE]")
-
-
-def _content(choice: Mapping[str, Any]) -> dict[str, Any]:
-    content = {"delta": _delta(choice["message"])} if "message" in choice else {"text": choice["text"]}
-    kept = {name: choice[name] for name in ("index", "logprobs", "token_ids") if name in choice}
-    return {**kept, **content, "finish_reason": None}
-
-
-def _delta(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole message as the only part of a stream, in which calls are numbered."""
-    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
-    return {**message, "tool_calls": calls} if calls else dict(message)
-
-
-def _end(choice: Mapping[str, Any]) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
-    kept = {name: choice[name] for name in ("index", "finish_reason", "weight_versions")}
-    return {**kept, **nothing, "logprobs": None}
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
-
-
-def error(found: ApiError) -> dict[str, Any]:
-    """Return an error as JSON."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(found.status, "invalid_request_error" if found.status < 500 else "server_error")
-    return {"error": {"message": str(found), "type": kind, "param": found.param, "code": found.code}}
-
-
-def models() -> dict[str, Any]:
-    """Return the list of models, which has one."""
-    return {"object": "list", "data": [model()]}
-
-
-def model() -> dict[str, Any]:
-    """Return the description of the model."""
-    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "whet"}
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as a response repeats it."""
+    return {"type": "function", "parameters": None, "strict": False, **tool["function"]}

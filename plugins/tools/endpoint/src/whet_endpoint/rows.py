@@ -9,7 +9,7 @@ from typing import Any
 from whet.data.files import json_line
 from whet.data.records import Request
 from whet.interfaces.endpoint import RunFiles
-from whet_endpoint.responses import Choice
+from whet_endpoint.choices import Choice
 
 FILE = "endpoint.jsonl"
 

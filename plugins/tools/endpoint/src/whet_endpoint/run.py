@@ -6,16 +6,16 @@ itself. Each request stands alone: its messages are tokenised as they come. Noth
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from attrs import evolve
 
 from whet.data.files import disk_errors, json_line
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Request, Sampling
+from whet.data.records import Completion, IntArray, Request
 from whet.errors import DataError, InfrastructureError, WhetError, WorkerError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Loop, RunFiles
@@ -24,12 +24,13 @@ from whet.interfaces.generator import Generator
 from whet.rollout.complete import complete
 from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.recorded import checked_completion
-from whet_endpoint import responses
+from whet_endpoint.choices import Choice
+from whet_endpoint.episode import heard
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener
 from whet_endpoint.requests import ApiRequest, Rules
-from whet_endpoint.responses import Choice
 from whet_endpoint.rows import RowWriter
+from whet_endpoint.session import Listen
 from whet_endpoint.tool_calls import check_tools, read_choice
 
 ADDRESS = "endpoint.json"
@@ -40,21 +41,21 @@ class RunResponder:
     """Responds by a generator. Obeys `whet_endpoint.session.Responder`."""
 
     def __init__(
-        self, generator: Generator, chat: Chat, gate: AbstractAsyncContextManager[None], sampling: Sampling,
-        max_context: int, seed: int, rows: RowWriter,
+        self, generator: Generator, chat: Chat, gate: AbstractAsyncContextManager[None], rules: Rules,
+        max_context: int, seed: int, rows: RowWriter | None, failed: Callable[[WorkerError], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        """`sampling` has the chat's stop tokens; its `max_tokens` is the most that a request may ask for."""
-        self._generator, self._chat, self._gate, self._rows = generator, chat, gate, rows
+        """The sampling of `rules` has the chat's stop tokens. `rows`: None records nothing. `failed` gets errors of the
+        generator's workers, which end all requests.
+        """
+        self._failed = failed
+        self._generator, self.chat, self._gate, self._rows = generator, chat, gate, rows
         self._max_context, self._seed = max_context, seed
         self._numbers = itertools.count()
-        self.rules = Rules(sampling, fixed=False)
+        self.rules = rules
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the response to a request, and record it."""
-        return responses.response(request, name, await self._choices(request, name), self._chat.pieces)
-
-    async def _choices(self, request: ApiRequest, name: str) -> list[Choice]:
-        check_tools(request, self._chat)
+        check_tools(request, self.chat)
         tokens, number = self._tokens(request), next(self._numbers)
         room = self._max_context - len(tokens) if self._max_context else request.sampling.max_tokens
         if room < 1:
@@ -66,17 +67,22 @@ class RunResponder:
             Request(f"endpoint-{name}-{i}", tokens, sampling, derive_seed(self._seed, *drawn, i), name)
             for i in range(request.count)
         ]
-        completions = await gather_or_cancel(self._completion(one) for one in wanted)
-        choices = [read_choice(request, self._chat, tokens, completion) for completion in completions]
-        for one, choice in zip(wanted, choices, strict=True):
+        completions = await gather_or_cancel(
+            heard(self._completion(one), request, i, listen) for i, one in enumerate(wanted)
+        )
+        choices = [read_choice(request, self.chat, tokens, completion) for completion in completions]
+        for one, choice in zip(wanted, choices, strict=True) if self._rows else ():
+            assert self._rows is not None
             await self._rows.add(one, choice)
         return choices
 
     async def _completion(self, request: Request) -> Completion:
         try:
             async with self._gate:
-                completion = await complete(self._generator, request, self._chat.decode)
+                completion = await complete(self._generator, request, self.chat.decode)
         except (WorkerError, InfrastructureError) as error:
+            if isinstance(error, WorkerError):
+                self._failed(error)
             raise ApiError(503, "the model cannot answer now", code="model_failed") from error
         except WhetError as error:  # the generator refuses it, e.g. for a token that the model does not have
             raise ApiError(400, str(error)) from error
@@ -87,9 +93,9 @@ class RunResponder:
         if isinstance(prompt, np.ndarray):
             return prompt
         if isinstance(prompt, str):
-            return self._chat.encode(prompt)
+            return self.chat.encode(prompt)
         try:
-            return self._chat.with_tools(request.tools).prompt(prompt)
+            return self.chat.with_tools(request.tools).prompt(prompt)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
 
@@ -108,7 +114,7 @@ class RunEndpoint:
         opened = AsyncExitStack()
         address = self._loop.run(opened.enter_async_context(self._listener.open(self._responder, tuple)))
         self._opened = opened
-        _write_private(self._folder, {"base_url": address.base_url, "api_key": address.api_key, "model": address.model})
+        write_address(self._folder.path / ADDRESS, address)
         self._folder.journal("endpoint opened", base_url=address.base_url)
         return address
 
@@ -123,9 +129,9 @@ class RunEndpoint:
         self._folder.journal("endpoint closed", **self._listener.counts, **self._rows.counts)
 
 
-def _write_private(folder: RunFiles, value: Mapping[str, str]) -> None:
-    """Write a file that only this user may read, from its first byte on."""
-    file = folder.path / ADDRESS
+def write_address(file: Path, address: Address) -> None:
+    """Write an address and its key as JSON, for this user alone from the first byte on."""
+    value = {"base_url": address.base_url, "api_key": address.api_key, "model": address.model}
     with disk_errors(file):
         file.unlink(missing_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:

@@ -6,21 +6,28 @@ No content of a request is logged. A body is read only with a valid key, and up 
 import asyncio
 import json
 import logging
+import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
+from attrs import evolve
 
 from whet.config.sections import EndpointSection
 from whet.data.bounded import loads
 from whet.errors import WhetError
-from whet_endpoint import responses
+from whet_endpoint.anthropic_messages import MessagesDialect
+from whet_endpoint.chat import ChatDialect, TextDialect, model, models, openai_error
+from whet_endpoint.dialects import Dialect
 from whet_endpoint.errors import ApiError
-from whet_endpoint.requests import MODEL, ApiRequest, Rules, read_chat, read_text
+from whet_endpoint.requests import MODEL, ApiRequest
+from whet_endpoint.responses import ResponsesDialect
 from whet_endpoint.session import Session
+from whet_endpoint.stream_response import events
 
 BODY_SECONDS = 30.0
 """How long a client may take to send a request's body."""
@@ -28,12 +35,17 @@ IDLE_SECONDS = 75.0
 """How long a connection may be without a request."""
 CLOSE_SECONDS = 1.0
 """How long the sending of responses may take when the server closes."""
+EVENTS = "text/event-stream; charset=utf-8"
 MOST_VALUES = 1 << 20
 """Most JSON values in a body; a prompt may have as many tokens."""
-READERS: dict[str, Callable[[Any, Rules], ApiRequest]] = {
-    "/v1/chat/completions": read_chat,
-    "/v1/completions": read_text,
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatDialect(),
+    "/v1/completions": TextDialect(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": MessagesDialect(),
 }
+ROLLOUT = re.compile(r"/ng-rollout/([^/]+)(?:/training-token-capture)?(/v1/.*)")
+"""A path of NeMo Gym, whose agents send no key: the key stands in the place of the rollout's id."""
 
 
 class Server:
@@ -85,34 +97,55 @@ class Server:
 
     async def _handle(self, request: Any) -> Any:
         self._counts["requests"] += 1
+        _, path = _key_and_path(request)
         try:
             return await self._respond(request)
         except ApiError as error:
             self._counts[f"refused with {error.status}"] += 1
-            return _error(error)
+            return _error(error, path)
         except Exception:  # the edge: a client learns nothing of an error inside
             self._counts["failed"] += 1
-            return _error(ApiError(500, "the request is valid, and no response could be made"))
+            return _error(ApiError(500, "the request is valid, and no response could be made"), path)
 
     async def _respond(self, request: Any) -> Any:
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._find(key.strip()) if kind.lower() == "bearer" else None
+        key, path = _key_and_path(request)
+        session = self._find(key)
         if session is None:
             raise ApiError(401, "the key is not valid, or no longer", code="invalid_api_key")
-        path = request.path.rstrip("/")
-        wanted = "POST" if path in READERS else "GET"
-        if path not in (*READERS, "/v1/models", f"/v1/models/{MODEL}"):
-            raise ApiError(404, f"there are {', '.join(READERS)} and /v1/models alone", code="not_found")
+        wanted = "POST" if path in DIALECTS else "GET"
+        if path not in (*DIALECTS, "/v1/models", f"/v1/models/{MODEL}"):
+            raise ApiError(404, f"there are {', '.join(DIALECTS)} and /v1/models alone", code="not_found")
         if request.method != wanted:
             raise ApiError(405, f"the method is {request.method:.20}, wanted {wanted}", code="method_not_allowed")
-        if path not in READERS:
-            return web.json_response(responses.models() if path == "/v1/models" else responses.model())
-        parsed = READERS[path](await self._body(request), session.responder.rules)
-        whole = await session.respond(parsed, secrets.token_hex(12))
+        if path not in DIALECTS:
+            return web.json_response(models() if path == "/v1/models" else model())
+        dialect = DIALECTS[path]
+        parsed = dialect.read(await self._body(request), session.responder.rules, session.memory)
+        if ROLLOUT.fullmatch(request.path):
+            parsed = evolve(parsed, show_tokens=True)
+        if parsed.ignored:
+            self._counts["requests with ignored parameters"] += 1
+        headers = {"x-whet-ignored": ", ".join(parsed.ignored)} if parsed.ignored else {}
+        name, pieces = secrets.token_hex(12), session.responder.chat.pieces
         if parsed.stream:
-            events = responses.events(parsed, whole)
-            return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return web.json_response(whole)
+            return await self._stream(request, session, parsed, name, dialect, headers)
+        choices = await session.respond(parsed, name)
+        return web.json_response(dialect.response(parsed, name, choices, pieces), headers=headers)
+
+    async def _stream(
+        self, request: Any, session: Session, parsed: ApiRequest, name: str, dialect: Dialect,
+        headers: Mapping[str, str],
+    ) -> Any:  # fmt: skip
+        """Send a response as events. The status is sent with the first of them."""
+        response = web.StreamResponse(headers={**headers, "Content-Type": EVENTS, "Cache-Control": "no-cache"})
+        writer = dialect.writer(parsed, name, session.responder.chat.pieces)
+        async with aclosing(events(session, parsed, name, writer)) as found:
+            async for data in found:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(data)
+        await response.write_eof()
+        return response
 
     async def _body(self, request: Any) -> Any:
         limit = self._section.max_body
@@ -133,10 +166,22 @@ class Server:
             raise ApiError(400, f"the body cannot be read as JSON: {error}") from None
 
 
-def _error(error: ApiError) -> Any:
-    # OpenAI's clients repeat a request after a server's error. Here a repeated request would come too late.
+def _key_and_path(request: Any) -> tuple[str, str]:
+    """Return the key of a request, and its path without the prefix of NeMo Gym."""
+    path, key = request.path.rstrip("/"), request.headers.get("x-api-key", "")
+    kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        key = bearer.strip()
+    if found := ROLLOUT.fullmatch(path):
+        key, path = found[1], found[2]
+    return key, path
+
+
+def _error(error: ApiError, path: str) -> Any:
+    # Clients repeat a request after a server's error. Here a repeated request would come too late.
     headers = {"x-should-retry": "false"}
-    return web.json_response(responses.error(error), status=error.status, headers=headers)
+    found = DIALECTS[path].error(error) if path in DIALECTS else openai_error(error)
+    return web.json_response(found, status=error.status, headers=headers)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -147,7 +192,7 @@ class _Full(asyncio.Protocol):
     """Refuses a connection with status 503."""
 
     def connection_made(self, transport: Any) -> None:
-        body = json.dumps(responses.error(ApiError(503, "there are too many connections (endpoint.max_connections)")))
+        body = json.dumps(openai_error(ApiError(503, "there are too many connections (endpoint.max_connections)")))
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         transport.write(f"{head}Connection: close\r\n\r\n{body}".encode())
         transport.close()

@@ -1,12 +1,20 @@
 """A session: what one key gives access to, and the requests in flight with that key."""
 
 import asyncio
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from attrs import define, field
+from attrs import define, evolve, field
 
+from whet.data.records import Progress
+from whet.interfaces.chat import Chat
+from whet_endpoint.choices import Choice, Collected
 from whet_endpoint.errors import ApiError
+from whet_endpoint.memory import Memory, response_id
 from whet_endpoint.requests import ApiRequest, Rules
+
+Listen = Callable[[int, Progress], None]
+"""(index of the choice, its next tokens). Called while a response is sampled, where the generator reports tokens."""
 
 
 class Responder(Protocol):
@@ -17,25 +25,31 @@ class Responder(Protocol):
         """What requests may ask for."""
         ...
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
-        """Return the response to a request as JSON. `name` is unique. Raises `ApiError`."""
+    @property
+    def chat(self) -> Chat:
+        """The tokenizer of the model."""
+        ...
+
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
+        """Return the choices of a response. `name` is unique. Raises `ApiError`."""
         ...
 
 
 @define(eq=False)
 class Session:
-    """A responder with its key and the requests in flight."""
+    """A responder with its key, its earlier responses, and the requests in flight."""
 
     responder: Responder
     secret: str
-    _running: "set[asyncio.Task[dict[str, Any]]]" = field(factory=set, init=False)
+    memory: Memory = field(factory=Memory, init=False)
+    _running: "set[asyncio.Task[list[Choice]]]" = field(factory=set, init=False)
     _closed: bool = field(default=False, init=False)
 
-    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None = None) -> list[Choice]:
         """Return the response to a request. Cancelling ends it; so does closing the session, with an `ApiError`."""
         if self._closed:  # while the rest of the request was on its way
             raise ApiError(401, "the key is no longer valid", code="invalid_api_key")
-        task = asyncio.get_running_loop().create_task(self.responder.respond(request, name))
+        task = asyncio.get_running_loop().create_task(self._choices(request, name, listen))
         self._running.add(task)
         try:
             return await task
@@ -54,3 +68,27 @@ class Session:
             task.cancel()
         if running:
             await asyncio.wait(running)
+
+    async def _choices(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
+        """Return the choices, and keep the conversation where a later request may continue it by the response's id."""
+        choices = await self._with_likeliest(request, name, listen)
+        if request.kept:
+            self.memory.keep(response_id(name), (*request.history, choices[0].message))
+        return choices
+
+    async def _with_likeliest(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
+        """Return the choices, with the likeliest tokens where they are wanted."""
+        if not request.likeliest:
+            return await self.responder.respond(request, name, listen)
+        collected = [Collected() for _ in range(request.count)]
+
+        def collect(index: int, progress: Progress) -> None:
+            collected[index].add(progress)
+            if listen is not None:
+                listen(index, progress)
+
+        choices = await self.responder.respond(request, name, collect)
+        return [
+            evolve(choice, likeliest=found.of(choice.completion))
+            for choice, found in zip(choices, collected, strict=True)
+        ]

@@ -4,13 +4,15 @@ from hashlib import blake2b
 
 from attrs import evolve
 
+from whet.data.messages import Call
 from whet.data.records import Completion, IntArray
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
 from whet_endpoint.call_format import call_format_of
+from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError
+from whet_endpoint.reasoning import begins_inside, split
 from whet_endpoint.requests import ApiRequest, shown
-from whet_endpoint.responses import Choice
 
 
 def check_tools(request: ApiRequest, chat: Chat) -> None:
@@ -27,17 +29,19 @@ def check_tools(request: ApiRequest, chat: Chat) -> None:
 
 def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: Completion) -> Choice:
     """Return a completion as it is shown: its text, and its calls where the request has them read."""
-    text = shown(chat.decode(completion.tokens), request.stops)
-    if not request.reads_calls:
-        return Choice(prompt, completion, text)
-    call_format = call_format_of(chat)
-    raw = shown(chat.decode(completion.tokens, skip_special=not call_format.special), request.stops)
-    before, calls = call_format.read(raw)
-    if not calls:
-        return Choice(prompt, completion, text)
+    plain = chat.decode(completion.tokens)
+    text, calls = shown(plain, request.stops), tuple[Call, ...]()
+    stop = next((stop for stop in request.stops if plain.startswith(stop, len(text))), "")
+    if request.reads_calls:
+        call_format = call_format_of(chat)
+        raw = shown(chat.decode(completion.tokens, skip_special=not call_format.special), request.stops)
+        before, calls = call_format.read(raw)
+        text = before if calls else text
+    reasoning, text = split(text, begins_inside(chat)) if request.splits_reasoning else ("", text)
     # Derived, not drawn: where a template shows ids, an episode that is played again has the same tokens.
     seed = blake2b(prompt.tobytes() + completion.tokens.tobytes(), digest_size=8).digest()
-    return Choice(prompt, completion, before, tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls)))
+    named = tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls))
+    return Choice(prompt, completion, text, named, reasoning, stop)
 
 
 def _id(seed: bytes, number: int) -> str:

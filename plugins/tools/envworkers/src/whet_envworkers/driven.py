@@ -35,6 +35,8 @@ class Driven:
         match message["do"]:
             case "fork":
                 self._sequences[message["new"]] = self._of(message).fork(message["agent"])
+            case "tools":
+                self._sequences[message["new"]] = self._of(message).with_tools(tuple(message["tools"]))
             case "reward":
                 where = message["tokens"]
                 tokens = None if where is None else (where[0], where[1])

@@ -90,6 +90,12 @@ class RemoteModel:
         )
         return reply
 
+    def with_tools(self, tools: spoken.Tools) -> "RemoteModel":
+        """See `Model.with_tools`."""
+        number = next(self._playing.sequences)
+        self._playing.tell("tools", of=self._number, new=number, tools=list(tools))
+        return RemoteModel(self._playing, self._episode, number)
+
     def fork(self, agent: str = "") -> "RemoteModel":
         """See `Model.fork`."""
         number = next(self._playing.sequences)

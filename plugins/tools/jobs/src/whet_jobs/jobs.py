@@ -93,7 +93,7 @@ def evaluate(
         status, began = attempt.observers.status, attempt.folder.began()
         inputs = read_inputs(prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False)
         generator = _start(prepared, attempt, roles)["generator"]
-        endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
+        endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry, prepared.roles.extras)
         result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 

@@ -19,13 +19,25 @@ from whet.component import Spec
 from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, Tools, conversation
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn, recordable
+from whet.data.records import (
+    Completion,
+    FloatArray,
+    IntArray,
+    Progress,
+    Reply,
+    Request,
+    Sampling,
+    Stop,
+    Turn,
+    recordable,
+)  # fmt: skip
 from whet.errors import CheckpointError, ContextFull, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address, EpisodeInfo
-from whet.interfaces.generator import OnWeightUpdate
+from whet.interfaces.generator import OnWeightUpdate, listener
 from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
+from whet.plugins.features import responses
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for all turns, a script of answers, or a function from the conversation to the answer."""
@@ -65,6 +77,8 @@ class FakeModel:
         """The sequences that `fork` started from this one."""
         self.agent = ""
         """The agent of the sequence; see `Model.fork`."""
+        self.tools: Tools = ()
+        """The tools of the sequence; see `Model.with_tools`."""
         self.rewards: list[tuple[str, float, str]] = []
         """The recorded rewards of this sequence: name, value, and `turn`, `sequence` or `agent`."""
         self.log: dict[str, Any] = {}
@@ -89,12 +103,20 @@ class FakeModel:
         text = prefill + self._next(tuple(self.messages))
         self._answered += 1
         self.messages.append(Message("assistant", text))
-        return Reply(text, tuple(text.encode(errors="replace")), self._stop)
+        calls = ByteChat().with_tools(self.tools).parts(Message("assistant", text, written=text)).calls
+        return Reply(text, tuple(text.encode(errors="replace")), self._stop, calls)
+
+    def with_tools(self, tools: Tools) -> "FakeModel":
+        """Return another sequence without history. Calls in its answers have the format of `ByteChat`."""
+        other = self.fork()
+        other.messages, other._answered, other.tools = [], 0, tools
+        return other
 
     def fork(self, agent: str = "") -> "FakeModel":
         """Return another sequence with the history so far. All sequences take their answers from one script."""
         other = FakeModel(self._next, self._stop, self._room)
         other.messages, other.agent, other.episode = self.messages[:], agent or self.agent, self.episode
+        other.tools = self.tools
         other._answered = self._answered
         self.forks.append(other)
         return other
@@ -240,13 +262,24 @@ class ByteChat(ByteCodec):
         other._tools = tools
         return other
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
         """Return the text of a conversation, tools first."""
-        return "".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation)
+        text = "".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation)
+        return text + "assistant: " * generation_prompt
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens of the prompt that the model continues."""
-        return self.encode(f"{self.render(conversation)}assistant: ")
+        return self.encode(self.render(conversation, generation_prompt=True))
+
+    def message(self, tokens: IntArray, prefill: str = "") -> Message:
+        """Return a completion as the message of the model."""
+        text = prefill + self.decode(tokens)
+        return Message("assistant", text, written=text)
+
+    def parts(self, message: Message) -> Message:
+        """Return a message with the calls apart that the model wrote in it."""
+        make = responses() if message.written and self._tools else None
+        return make(self).read(message.written, self._tools) if make else message
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the last completion of the model."""
@@ -301,6 +334,7 @@ class FakeGenerator:
         text = self._rule(self._codec.decode(request.tokens, skip_special=False), rng)
         tokens, stop = self._cut(self._codec.encode(text), request)
         logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
+        await _report(request.id, tokens, logprobs)
         return Completion(request.id, tokens, logprobs, stop, ((0, version),))
 
     def _cut(self, tokens: IntArray, request: Request) -> tuple[IntArray, Stop]:
@@ -329,6 +363,20 @@ class FakeGenerator:
     def close(self) -> None:
         """Set `closed`."""
         self.closed = True
+
+
+async def _report(id_: str, tokens: IntArray, logprobs: FloatArray) -> None:
+    """Report tokens one by one to the listener of this task, as a generator does while it samples.
+
+    The likeliest tokens at each position are the sampled one and those after it, each half as likely as the last.
+    """
+    if (to := listener.get()) is None:
+        return
+    ranks = np.arange(to.likeliest)
+    for i, token in enumerate(tokens):
+        likeliest = (token + ranks)[None], (logprobs[i] - np.log(2) * ranks).astype(np.float32)[None]
+        to.call(Progress(id_, i, tokens[i : i + 1], logprobs[i : i + 1], *likeliest))
+        await asyncio.sleep(0)
 
 
 def _refuse_asleep(role: str, asleep: bool) -> None:

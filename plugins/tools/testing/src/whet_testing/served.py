@@ -10,7 +10,7 @@ import numpy as np
 from attrs import field, frozen
 
 from whet.data.records import Completion, Request, Sampling
-from whet.interfaces.generator import Generator
+from whet.interfaces.generator import Generator, Listener, listening
 from whet_testing.deadline import deadline
 from whet_testing.reference import Reference
 
@@ -49,6 +49,15 @@ class Subject:
             return await asyncio.gather(*map(self.generator.generate, requests))
 
         return self.run(together())
+
+    def heard(self, request: Request, listener: Listener) -> Completion:
+        """Send a request whose tokens a listener hears, and return its completion."""
+
+        async def listened() -> Completion:
+            with listening(listener):
+                return await self.generator.generate(request)
+
+        return self.run(listened())
 
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens."""

@@ -48,6 +48,8 @@ DENIED: Final = {
     "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443), "iopl": (172, -1), "ioperm": (173, -1),
     "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
     "sync": (162, 81), "syncfs": (306, 267),
+    # files of others: whoever can read a file can lock it for all others. Locks by fcntl need a file open for writing
+    "flock": (73, 32),
     # what all processes of a user, or of the machine, share one limit of
     "inotify_init": (253, -1), "inotify_init1": (294, 26), "io_setup": (206, 0),
     # memory and files that no limit counts

@@ -325,7 +325,7 @@ class BackendContract(SleepRules, SavingRules):
     def test_loading_another_models_checkpoint_is_refused(
         self, fresh: Fresh, tmp_path: Path, tiny_tokenizer: Any
     ) -> None:
-        other = fresh(make_model(tmp_path / "wider", tiny_tokenizer, hidden=96, layers=1))
+        other = fresh(make_model(tmp_path / "wider", tiny_tokenizer, hidden=96))
         other.save(tmp_path / "checkpoint").result()
         backend = fresh()
         before = backend.score(_batch(), ("logprobs",))["logprobs"]

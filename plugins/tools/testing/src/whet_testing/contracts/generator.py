@@ -11,6 +11,7 @@ completions with `transformers`. A subclass with `processes = 1` tests the same 
 """
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,9 @@ import pytest
 from attrs import evolve
 
 from whet.component import GeneratorFacts
-from whet.data.records import Completion, Request
+from whet.data.records import Completion, Progress, Request
 from whet.errors import WhetError
-from whet.interfaces.generator import Generator, OnWeightUpdate
+from whet.interfaces.generator import Generator, Listener, OnWeightUpdate
 from whet.interfaces.workers import RoleContext
 from whet_start.small_models import make_model
 from whet_testing.contracts.placed import Placed, WorkerGroups, on_gpu
@@ -327,6 +328,43 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
         prompt = subject.tokenizer.encode("42 42", add_special_tokens=False)
         (completion,) = subject.ask(subject.request(prompt, stop=("42",), max_tokens=4))
         assert (completion.stop == "stop") == ("42" in subject.decode(completion.tokens))
+
+    def test_tokens_are_reported_while_they_are_sampled_as_its_facts_say(
+        self, subject: Subject, reference: Reference
+    ) -> None:
+        extras, heard = self._extras(), list[Progress]()
+        if "progress" not in extras:
+            pytest.skip("its facts do not name `progress`")
+        wanted = 3 if "likeliest" in extras else 0
+        request = subject.request(temperature=0.7, max_tokens=12)
+        (silent,) = subject.ask(evolve(request, id=f"{request.id}-silent"))
+        completion = subject.heard(request, Listener(heard.append, wanted))
+        assert completion.tokens.tolist() == silent.tokens.tolist(), "reporting changes the tokens"
+        assert len(heard) > 1, "all tokens were reported at once"
+        assert [p.begin for p in heard] == np.cumsum([0, *(len(p.tokens) for p in heard[:-1])]).tolist()
+        assert np.concatenate([p.tokens for p in heard]).tolist() == completion.tokens.tolist()
+        assert np.allclose(np.concatenate([p.logprobs for p in heard]), completion.logprobs, atol=TOLERANCE)
+        tokens = np.concatenate([p.likeliest for p in heard])
+        found = np.concatenate([p.likeliest_logprobs for p in heard])
+        follows = _follows(reference, request, completion, 0.7)
+        assert tokens.shape == found.shape == (12, wanted)
+        assert np.allclose(found, -np.sort(-follows, -1)[:, :wanted], atol=TOLERANCE)
+        assert np.allclose(found, np.take_along_axis(follows, tokens, -1), atol=TOLERANCE)
+
+    def test_a_json_schema_is_kept_or_refused_as_its_facts_say(self, subject: Subject) -> None:
+        schema = json.dumps({"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]})
+        stop = subject.tokenizer.eos_token_id
+        request = subject.request(schema=schema, max_tokens=60, stop_tokens=(stop,))
+        if "schema" in self._extras():
+            text = subject.decode(subject.ask(request)[0].tokens)
+            assert json.loads(text)["n"] == 7
+        else:
+            with pytest.raises(WhetError, match="JSON schema"):
+                subject.ask(request)
+
+    def _extras(self) -> frozenset[str]:
+        facts = self.facts()
+        return facts.extras if facts is not None else frozenset()
 
     @pytest.mark.parametrize("length", [0, 300])
     def test_a_request_that_cannot_be_served_fails_alone(self, subject: Subject, length: int) -> None:

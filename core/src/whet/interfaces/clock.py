@@ -1,0 +1,57 @@
+"""The clock of an episode's deadline. It stands still while the episode waits for its turn.
+
+    with stopped_clock():        # anywhere below the environment, e.g. in a library that limits what runs at a time
+        await place
+
+Otherwise episodes that keep a place for long would make others fail that have done nothing yet.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+RUNNING: ContextVar["Clock | None"] = ContextVar("whet_clock", default=None)
+
+
+class Clock:
+    """A time limit that can be stopped. Its loop alone may use it."""
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+        self._limit, self._left = limit, seconds
+        self._loop, self._stops = asyncio.get_running_loop(), 0
+        self.over = False
+        """Whether the limited body has ended."""
+
+    @property
+    def here(self) -> bool:
+        """Return whether it runs in this event loop, and its body has not ended."""
+        return not self.over and not self._limit.expired() and asyncio.get_running_loop() is self._loop
+
+    def stop(self) -> None:
+        """Stop the clock. It goes on after as many calls of `go`."""
+        self._stops += 1
+        if self._stops == 1 and self.here:
+            now, when = self._loop.time(), self._limit.when()
+            self._left = self._left if when is None else max(0.0, when - now)
+            self._limit.reschedule(None)
+
+    def go(self) -> None:
+        """Undo one `stop`."""
+        self._stops -= 1
+        if not self._stops and self.here:
+            self._limit.reschedule(self._loop.time() + self._left)
+
+
+@contextmanager
+def stopped_clock() -> Iterator[None]:
+    """Stop the clock of the running episode for the block. Outside of an episode it has no effect."""
+    clock = RUNNING.get()
+    if clock is None or not clock.here:
+        yield
+        return
+    clock.stop()
+    try:
+        yield
+    finally:
+        clock.go()

@@ -1,0 +1,1 @@
+"""Train with Megatron Core: tensor, sequence, pipeline, context and expert parallelism."""

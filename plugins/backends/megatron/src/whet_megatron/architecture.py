@@ -1,0 +1,200 @@
+"""From the `config.json` of a Hugging Face model to what Megatron builds of it. Imports no torch.
+
+A family of models is a row of `FAMILIES`. A package offers a further one by an entry point in the group
+`whet_megatron.families`: its name is the `model_type`, its value `package.module:object`, and the object a `Family`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.data.model_info import ModelInfo
+from whet.errors import ConfigError
+from whet_megatron.rules import DENSE, MIXTRAL, QWEN_MOE, Rule
+
+GROUP = "whet_megatron.families"
+
+
+@frozen
+class Architecture:
+    """A decoder as Megatron builds it: rotary positions, RMS norms, gated feed-forward layers without biases."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    """Values of a dense feed-forward layer."""
+    vocabulary: int
+    tied: bool
+    """Whether embedding and head share their weight."""
+    epsilon: float
+    """Added to the mean square in norms."""
+    rope_theta: float
+    rope_factor: float = 0.0
+    """Factor of Llama 3's scaling of rotary frequencies. 0: they are not scaled."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys of each head are normalised."""
+    experts: int = 0
+    """Experts of each layer. 0: the model is dense."""
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    """Values of an expert."""
+    normalize_chosen: bool = True
+    """Whether the weights of a token's chosen experts add up to 1."""
+
+
+Config = Mapping[str, Any]
+
+
+@frozen
+class Family:
+    """A kind of model."""
+
+    rules: tuple[Rule, ...]
+    """How its stored weights become Megatron's, see `whet_megatron.rules`."""
+    special: Callable[[Config], Mapping[str, Any]] = field(default=lambda config: {})
+    """`config.json` -> the fields of `Architecture` in which the family differs from Llama."""
+    unfit: Callable[[Config], Iterator[str]] = field(default=lambda config: iter(()))
+    """`config.json` -> what of it Megatron cannot compute: sentences without a subject, e.g. `has biases`."""
+
+
+def _sliding(config: Config) -> Iterator[str]:
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        yield "attends to a sliding window (sliding_window)"
+
+
+def _biases(config: Config) -> Iterator[str]:
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        yield "has biases (attention_bias, mlp_bias)"
+
+
+def _qwen3(config: Config) -> Iterator[str]:
+    yield from _biases(config)
+    yield from _sliding(config)
+
+
+def _qwen3_moe(config: Config) -> Iterator[str]:
+    yield from _qwen3(config)
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        yield "has dense layers among those with experts (mlp_only_layers, decoder_sparse_step)"
+    yield from _one_expert(config)
+
+
+def _one_expert(config: Config) -> Iterator[str]:
+    if config.get("num_experts_per_tok", 2) < 2:
+        yield "chooses one expert for each token, whose weight would always be 1 (num_experts_per_tok)"
+
+
+def _mixtral(config: Config) -> Iterator[str]:
+    yield from _sliding(config)
+    yield from _one_expert(config)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(DENSE, unfit=_biases),
+    "qwen2": Family(DENSE, lambda config: {"qkv_bias": True}, _sliding),
+    "qwen3": Family(DENSE, lambda config: {"qk_norm": True}, _qwen3),
+    "qwen3_moe": Family(
+        QWEN_MOE,
+        lambda config: {
+            "qk_norm": True,
+            "expert_mlp": config["moe_intermediate_size"],
+            "normalize_chosen": bool(config.get("norm_topk_prob", False)),
+        },
+        _qwen3_moe,
+    ),
+    "mixtral": Family(MIXTRAL, lambda config: {"expert_mlp": config["intermediate_size"]}, _mixtral),
+}
+
+
+@cache
+def _offered() -> dict[str, Family]:
+    """Return the families of other packages. Importing one may fail: then its name and error are raised."""
+    found: dict[str, Family] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:  # of the author's module
+            origin = entry.dist.name if entry.dist else "a distribution"
+            raise ConfigError(f"{entry.value}, which {origin} offers as {GROUP}, cannot be used: {error}") from error
+    return found
+
+
+def family(model: ModelInfo) -> Family | None:
+    """Return the family of a model. None: there is none."""
+    kind = str(model.config.get("model_type", ""))
+    return FAMILIES.get(kind) or _offered().get(kind)
+
+
+def refusals(model: ModelInfo) -> Iterator[str]:
+    """Yield why a model cannot be trained by this backend: sentences about `model.path`."""
+    config, found = model.config, family(model)
+    if found is None:
+        known = ", ".join(sorted({*FAMILIES, *_offered()}))
+        yield f"is a model of type {config.get('model_type', '')!r}; this backend has {known}"
+        return
+    yield from found.unfit(config)
+    if str(config.get("hidden_act", "silu")) != "silu":
+        yield f"has the activation {config['hidden_act']} (hidden_act); this backend has silu"
+    yield from _rope_problems(config)
+    missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+               if not config.get(key)]  # fmt: skip
+    if missing:
+        yield f"has a config.json without {', '.join(missing)}"
+    if model.dtype not in ("float32", "bfloat16"):
+        yield f"computes in {model.dtype} (model.dtype); this backend computes in float32 or bfloat16"
+
+
+def _rope(config: Config) -> Mapping[str, Any]:
+    """Return the settings of the rotary positions. Since version 5 `transformers` writes all of them in one place."""
+    return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}),
+            **(config.get("rope_parameters") or {})}  # fmt: skip
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron takes for granted of Llama 3's scaling of rotary frequencies."""
+
+
+def _rope_problems(config: Config) -> Iterator[str]:
+    rope = _rope(config)
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if kind not in ("default", "llama3"):
+        yield f"scales rotary positions by {kind} (rope_parameters); this backend has default and llama3"
+    for key, value in LLAMA3.items() if kind == "llama3" else ():
+        if float(rope.get(key, value)) != value:
+            yield f"has {key} {rope[key]} in its rope_parameters; Megatron computes with {value:g}"
+    if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield "rotates a part of each head only (partial_rotary_factor)"
+
+
+def read(model: ModelInfo) -> Architecture:
+    """Return the architecture of a model. Raises `ConfigError` if this backend cannot compute it."""
+    if wrong := next(refusals(model), None):
+        raise ConfigError(f"model.path: {model.path} {wrong}")
+    found = family(model)
+    assert found is not None
+    config, rope = model.config, _rope(model.config)
+    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
+    heads = int(config["num_attention_heads"])
+    plain: dict[str, Any] = {
+        "layers": int(config["num_hidden_layers"]),
+        "hidden": int(config["hidden_size"]),
+        "heads": heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
+        "mlp": int(config["intermediate_size"]),
+        "vocabulary": model.vocab_size,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "epsilon": float(config["rms_norm_eps"]),
+        "rope_theta": float(rope.get("rope_theta") or 10_000.0),
+        "rope_factor": float(rope.get("factor", 8.0)) if scaled else 0.0,
+        "experts": model.experts,
+        "experts_per_token": int(config.get("num_experts_per_tok", 0)) if model.experts else 0,
+    }
+    return Architecture(**{**plain, **found.special(config)})

@@ -1,0 +1,151 @@
+"""A policy's weights and optimizer state in Megatron's format `torch_dist`, beside a description in JSON.
+
+    backend.json            the backend, the architecture, optimizer steps
+    megatron/               Megatron's: each rank writes the parts of tensors that it holds
+
+It loads on any number of ranks and with any parallelism: each rank reads the parts that it needs.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from whet.data.files import disk_errors
+from whet.data.model_info import ModelInfo
+from whet.errors import CheckpointError
+from whet_megatron.cpu_shim import optimizer_types
+from whet_megatron.groups import Ranks
+from whet_megatron.model import HeldModel
+from whet_megatron.optimizer import Stepper
+
+FORMAT = 1
+INDEX, TENSORS = "backend.json", "megatron"
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Megatron's settings with which a checkpoint loads with any parallelism."""
+
+
+def write(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ranks: Ranks) -> None:
+    """Write a checkpoint durably. Every rank must take part."""
+    from megatron.core import dist_checkpointing
+
+    tensors = folder / TENSORS
+    if ranks.rank == 0:
+        with disk_errors(tensors):
+            tensors.mkdir(parents=True, exist_ok=True)
+    ranks.sum_all([0.0])
+    with disk_errors(tensors), _quietly():
+        dist_checkpointing.save(_state(model, stepper, loading=False), str(tensors), validate_access_integrity=True)
+    if ranks.rank == 0:
+        document = {
+            "format": FORMAT,
+            "backend": "megatron",
+            "architecture": attrs.asdict(model.architecture),
+            "value": model.value,
+            "optimizer_steps": stepper.steps,
+        }
+        with disk_errors(folder / INDEX):
+            (folder / INDEX).write_text(json.dumps(document, indent=1), encoding="utf-8")
+            for path in (*tensors.iterdir(), folder / INDEX):
+                with path.open("rb+") as stream:
+                    os.fsync(stream.fileno())
+    ranks.sum_all([0.0])
+
+
+def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ranks: Ranks) -> None:
+    """Load a checkpoint. Raises `CheckpointError` before anything is changed if it is of another model or damaged."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    document = _document(folder)
+    _refuse_others(folder, document, model)
+    _refuse_incomplete(folder / TENSORS)
+    state = _state(model, stepper, loading=True)
+    try:
+        with _quietly():
+            found = dist_checkpointing.load(state, str(folder / TENSORS))
+    except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
+        raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
+    for number, stage in enumerate(model.weights.stages):
+        stage.load_state_dict(found[_key(number)], strict=True)
+    with optimizer_types():
+        stepper.load(found["optimizer"], int(document["optimizer_steps"]))
+
+
+def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
+    """Return what this rank holds, as Megatron describes it in a checkpoint."""
+    metadata = dict(METADATA)  # Megatron adds its groups, which end with the role
+    stages = enumerate(model.weights.stages)
+    state: dict[str, Any] = {_key(number): stage.sharded_state_dict(metadata=metadata) for number, stage in stages}
+    with optimizer_types():
+        state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
+    return state
+
+
+def _key(number: int) -> str:
+    return f"model{number}"
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """Return the description of a checkpoint."""
+    path = folder / INDEX
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kind, form, steps = found["backend"], found["format"], found.get("optimizer_steps", 0)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no {INDEX}, so it is no checkpoint of this backend") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    if kind != "megatron":
+        words = "export the model with the backend that wrote it, and begin a new run with that"
+        raise CheckpointError(f"{folder} is a checkpoint of the backend {kind}, wanted megatron; {words}")
+    if form != FORMAT:
+        raise CheckpointError(f"{path} has format {form}, wanted {FORMAT}; load it with the whet that wrote it")
+    if not isinstance(steps, int) or steps < 0:
+        raise CheckpointError(f"{path} has optimizer_steps {steps!r}, wanted a number of steps")
+    return found
+
+
+def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> None:
+    """Raise `CheckpointError`, with the differences, if a checkpoint is of another model."""
+    wanted = {**attrs.asdict(model.architecture), "value": model.value}
+    saved = document.get("architecture")
+    found = {**(saved if isinstance(saved, dict) else {}), "value": document.get("value")}
+    wrong = [f"{key} is {found.get(key)}, the model has {value}" for key, value in wanted.items()
+             if found.get(key) != value]  # fmt: skip
+    if wrong:
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:4])}{more}")
+
+
+def _refuse_incomplete(tensors: Path) -> None:
+    """Raise `CheckpointError` if files lack or are shorter than their index says: they are read in place."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        index = FileSystemReader(str(tensors)).read_metadata()
+    except (Exception, CheckpointException) as error:  # of the file system, and of whatever the file holds
+        raise CheckpointError(f"{tensors} cannot be loaded: {error!r}") from error
+    ends: dict[str, int] = {}
+    for part in (index.storage_data or {}).values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        size = (tensors / name).stat().st_size if (tensors / name).is_file() else 0
+        if size < end:
+            raise CheckpointError(f"{tensors / name} cannot be loaded: it has {size:,} bytes, wanted {end:,}")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leave out what torch says about its own functions that Megatron calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
+        yield

@@ -1,0 +1,16 @@
+"""What is wrong with a megatron section by itself, beyond the bounds of its fields. Imports no torch."""
+
+from collections.abc import Iterator
+
+from whet.component import Problem
+from whet_megatron.config import MegatronConfig
+from whet_training import schedule, weight_groups
+
+
+def problems(config: MegatronConfig, path: str) -> Iterator[Problem]:
+    """Yield the problems of a section that stands at `path`."""
+    yield from schedule.problems(config.schedule, f"{path}.schedule")
+    yield from weight_groups.problems(config.optimizer.groups, f"{path}.optimizer.groups")
+    if config.optimizer.overlap and config.parallel.virtual > 1:
+        words = "is true, and parallel.virtual is above 1; with virtual stages gradients are added up at the end"
+        yield Problem(f"{path}.optimizer.overlap", words)

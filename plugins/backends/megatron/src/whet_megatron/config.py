@@ -1,0 +1,132 @@
+"""The section `backend:` with `use: megatron`, and its facts for planning. Imports no torch and no Megatron."""
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import deep_iterable, optional
+
+from whet.component import BackendFacts, MemoryTerm, Problem
+from whet.config.bounds import FACTOR, TOKENS, above, below, between
+from whet.data.model_info import ModelInfo
+from whet_megatron import memory, parallel
+from whet_megatron.architecture import read, refusals
+from whet_megatron.parallel import ParallelConfig
+from whet_training.schedule import ScheduleConfig
+from whet_training.weight_groups import WeightGroup
+
+_NORM: Any = optional(between(0, FACTOR))
+
+
+@frozen
+class OptimizerConfig:
+    """AdamW on float32 weights."""
+
+    lr: float = field(default=1.0e-5, validator=above(0, 10))
+    """Peak learning rate."""
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
+    """Decay rates of the running means of the gradient and of its square."""
+    eps: float = field(default=1.0e-8, validator=above(0, 1))
+    """A small number that is added to the root of the mean square."""
+    weight_decay: float = field(default=0.0, validator=between(0, 100))
+    """Decoupled weight decay of matrices: each step subtracts learning rate x decay x weight. Vectors (norms, biases)
+    are not decayed."""
+    groups: tuple[WeightGroup, ...] = ()
+    """Weights with a learning rate or weight decay of their own, by the names that they have in the model folder.
+    Weights that Megatron fuses into one (queries, keys and values; gate and up) go by the name of the first of them."""
+    distributed: bool = True
+    """Share float32 weights and moments out over the data-parallel ranks (Megatron's distributed optimizer, ZeRO-1:
+    Rajbhandari et al. 2020, arXiv:1910.02054). `false`: every one of these ranks holds all of them."""
+    overlap: bool = False
+    """Add up gradients over data-parallel ranks while the backward pass goes on. Not with virtual pipeline stages."""
+
+
+@frozen
+class MegatronConfig:
+    """Models that Megatron Core builds and trains."""
+
+    optimizer: OptimizerConfig = attrs.Factory(OptimizerConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = attrs.Factory(ScheduleConfig)
+    """The learning rate over optimizer steps."""
+    parallel: ParallelConfig = attrs.Factory(ParallelConfig)
+    """How ranks share the model."""
+    max_grad_norm: float | None = field(default=1.0, validator=_NORM)
+    """Gradients are scaled down to this global norm. 0 or null: no clipping."""
+    micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
+    """Tokens of one forward and backward pass on one rank. Padding counts."""
+    layout: Literal["packed", "padded"] = "packed"
+    """`packed`: all sequences in one row, without padding (THD). `padded`: a row for each sequence. Both compute the
+    same numbers."""
+    logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
+    """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """`true`: keep only the inputs of layers for the backward pass and recompute the rest. `selective`: recompute the
+    attention alone (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    layers: Literal["auto", "transformer-engine", "test"] = "auto"
+    """The modules that layers are made of. `transformer-engine`: NVIDIA's, on GPUs. `test`: plain PyTorch, slow; with
+    them a CPU tests everything but these modules. `auto`: Transformer Engine on a GPU, `test` on a CPU."""
+    vocabulary_multiple: int = field(default=64, validator=between(1, 65_536))
+    """The rows of embedding and head on each rank are padded to a multiple of it, because GPUs multiply such matrices
+    faster. Padding takes no part in any result, and no export has it."""
+    reference: bool = attrs.field(default=False, metadata={"policy": True})
+    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
+    head: Literal["lm", "value"] = "lm"
+    """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
+    is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
+    N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
+
+
+def outputs(config: MegatronConfig) -> frozenset[str]:
+    """Return the names of the outputs of a model with this config."""
+    if config.head == "value":
+        return frozenset({"values"})
+    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs"})
+
+
+def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
+    """Return the backend's outputs, transports, what does not divide, and the memory of one rank."""
+    fits = not any(refusals(model))
+    return BackendFacts(
+        outputs_given=outputs(config),
+        weights_given=frozenset({"policy", *["reference"] * config.reference}),
+        ranks=config.parallel.least_ranks,
+        problems=partial(problems, config, model),
+        transports=("shared", "broadcast", "shared-memory", "disk"),
+        memory=partial(memory_of, config, model) if fits else None,
+        imports=("whet_megatron.worker",),
+        sleeps=("cpu", "cuda"),
+        notes=(layers_note(config),),
+    )
+
+
+def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Yield the memory of one rank; see `whet_megatron.memory`."""
+    copies = 1 + config.reference
+    yield from memory.terms(
+        config.parallel, read(model), model.dtype, ranks, copies, config.vocabulary_multiple,
+        sharded=config.optimizer.distributed, trained=trained,
+    )  # fmt: skip
+
+
+def layers_note(config: MegatronConfig) -> str:
+    """Return the sentence of the plan about the modules of layers. Which they are is known where the workers run."""
+    here = "is" if importlib.util.find_spec("transformer_engine") is not None else "is not"
+    engine = f"transformer-engine, which {here} installed here"
+    if config.layers == "test":
+        return "megatron: the layers are plain PyTorch modules, a test vehicle (backend.layers: test)"
+    if config.layers == "transformer-engine":
+        return f"megatron: the layers are those of {engine}"
+    return f"megatron: on GPUs the layers are those of {engine}; on CPUs plain PyTorch modules, a test vehicle"
+
+
+def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[Problem]:
+    """Yield what the model or a number of ranks does not allow. Paths are within the backend's section."""
+    wrong = list(refusals(model))
+    for words in wrong:
+        yield Problem("use", f"is megatron, and the model {words}; use: fsdp2 may do")
+    if not wrong:
+        yield from parallel.problems(config.parallel, read(model), config.vocabulary_multiple, ranks)

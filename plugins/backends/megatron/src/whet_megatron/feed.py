@@ -1,0 +1,162 @@
+"""From a micro-batch to the tensors of one forward pass of Megatron.
+
+    packed      a a a . b b b b b . . . | . .         `.`: padding at the end of sequences, and one sequence of padding
+    padded      one row for each sequence
+
+Ranks that share sequences (context parallel) hold of each sequence two pieces, so its length is padded to a multiple of
+twice their number; ranks that share tokens of norms (sequence parallel) need a multiple of theirs. Padding comes after
+the tokens that it could change, and its outputs are not read.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from whet.data.batch import Batch
+from whet_megatron.parallel import ParallelConfig
+from whet_training.gathering import Gathering
+from whet_training.layout import Ints, Row, Rows, pack, ranges, used_lengths
+from whet_training.outputs import ids_at, temperatures
+
+
+@frozen(eq=False)
+class Feed:
+    """The inputs of one forward pass on a rank, and the tokens whose outputs are computed."""
+
+    tokens: Tensor
+    """[rows, T] this rank's tokens."""
+    positions: Tensor
+    """[rows, T] their positions in their own sequences."""
+    packed: Any
+    """Megatron's `PackedSeqParams` of a packed row. None: there is a row for each sequence."""
+    source: Tensor
+    """[m] places of the hidden states from which this rank's targets are predicted, among T x rows, time first."""
+    targets: Tensor
+    """[m] this rank's target tokens."""
+    where: Tensor
+    """[M] positions of all targets among the N tokens of the micro-batch."""
+    temperature: Tensor | None
+    """[m] float32. None: 1 everywhere."""
+    count: int
+    """N, the number of tokens of the micro-batch."""
+    ids: Tensor | None
+    """[m, K] further tokens at each of this rank's target positions, from the column `topk_ids`."""
+    gathering: Gathering | None = None
+    """Which context rank computes which target. None: there is one such rank."""
+
+
+@frozen(eq=False)
+class _Laid:
+    """A forward pass over all context ranks: tokens [rows, W], and where each target is read."""
+
+    tokens: Ints
+    positions: Ints
+    ends: Ints
+    """Of a packed row: 0 and the ends of its sequences, padding included. Of rows: 0 and W."""
+    row: Ints
+    """[M] the row of each target."""
+    at: Ints
+    """[M] the place in the row from which each target is predicted."""
+
+
+class Feeder:
+    """Makes the feeds of a rank."""
+
+    def __init__(self, sizes: ParallelConfig, layout: Any, device: torch.device, context: Any, rank: int) -> None:
+        """`context`: the group of the ranks that share sequences, or None. `rank`: this rank's place among them."""
+        self._sizes, self._layout, self._device = sizes, layout, device
+        self._context, self._rank = context, rank
+        self._piece = 2 * sizes.context if sizes.context > 1 else 1
+        self._whole = self._piece * (sizes.tensor if sizes.sequence else 1)
+
+    def feed(self, batch: Batch) -> Feed:
+        """Return the inputs of the forward pass of a NumPy micro-batch."""
+        if not used_lengths(batch).any():
+            return self.nothing(batch)
+        found = pack(batch, self._layout)
+        laid = self._packed(found) if isinstance(found, Row) else self._rows(found)
+        targets = found.targets
+        return self._cut(laid, batch, targets.tokens, targets.where, targets.sequence)
+
+    def nothing(self, batch: Batch) -> Feed:
+        """Return the inputs of the smallest forward pass, for a batch without targets. It has no outputs."""
+        none, zero = np.zeros(0, np.int64), np.zeros((1, self._whole), np.int64)
+        laid = _Laid(zero, np.arange(self._whole)[None], np.array([0, self._whole]), none, none)
+        return self._cut(laid, batch, none, none, none)
+
+    def _packed(self, found: Row) -> _Laid:
+        """Return a packed row whose sequences, and the row as a whole, have lengths that the ranks can share."""
+        lengths = -(-found.lengths // self._piece) * self._piece
+        rest = -int(lengths.sum()) % self._whole
+        padded = np.append(lengths, rest) if rest else lengths
+        ends = np.concatenate([[0], np.cumsum(padded)])
+        begins = np.cumsum(found.lengths) - found.lengths
+        place = np.repeat(ends[: len(lengths)] - begins, found.lengths) + np.arange(int(found.lengths.sum()))
+        tokens, positions = np.zeros((2, int(ends[-1])), np.int64)
+        tokens[place] = found.tokens
+        positions[:] = ranges(np.zeros(len(padded), np.int64), padded)
+        at = place[found.targets.source]
+        return _Laid(tokens[None], positions[None], ends, np.zeros(len(at), np.int64), at)
+
+    def _rows(self, found: Rows) -> _Laid:
+        rows, width = found.tokens.shape
+        padded = -(-width // self._whole) * self._whole
+        tokens = np.zeros((rows, padded), np.int64)
+        tokens[:, :width] = found.tokens
+        row, at = np.divmod(found.targets.source, width)
+        return _Laid(tokens, np.tile(np.arange(padded), (rows, 1)), np.array([0, padded]), row, at)
+
+    def _cut(self, laid: _Laid, batch: Batch, targets: Ints, where: Ints, sequence: Ints) -> Feed:
+        """Return this rank's part of a forward pass."""
+        held = [zigzag(laid.ends, rank, self._sizes.context) for rank in range(self._sizes.context)]
+        owner, place = np.empty((2, laid.tokens.shape[1]), np.int64)
+        for rank, tokens in enumerate(held):
+            owner[tokens], place[tokens] = rank, np.arange(len(tokens))
+        gathering = None if self._context is None else Gathering.of(self._context, owner[laid.at])
+        mine: Any = slice(None) if gathering is None else gathering.mine
+        rows = len(laid.tokens)
+        source = (place[laid.at] * rows + laid.row)[mine]
+        return Feed(
+            self._tensor(laid.tokens[:, held[self._rank]]),
+            self._tensor(laid.positions[:, held[self._rank]]),
+            self._parameters(laid.ends) if self._layout == "packed" else None,
+            self._tensor(source),
+            self._tensor(targets[mine]),
+            self._tensor(where),
+            temperatures(batch, sequence[mine], self._device),
+            batch.tokens,
+            ids_at(batch, where[mine], self._device),
+            gathering,
+        )
+
+    def _parameters(self, ends: Ints) -> Any:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        longest, bounds = int(np.diff(ends).max()), torch.from_numpy(ends.astype(np.int32)).to(self._device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def zigzag(ends: Ints, rank: int, ranks: int) -> Ints:
+    """Return which tokens of a row a context rank holds: of each sequence pieces `rank` and `2 ranks - 1 - rank`.
+
+    `ends`: 0 and the ends of all sequences, whose lengths 2 * ranks divides. So ranks share causal attention evenly.
+    """
+    if ranks == 1:
+        return np.arange(int(ends[-1]))
+    size = np.diff(ends) // (2 * ranks)
+    pieces = np.stack([ends[:-1] + rank * size, ends[:-1] + (2 * ranks - 1 - rank) * size], 1)
+    return ranges(pieces.ravel(), np.repeat(size, 2))

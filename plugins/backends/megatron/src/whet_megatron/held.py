@@ -1,0 +1,187 @@
+"""What a rank holds: its share of the models and of the optimizer, and all that is done with it but computing.
+
+load the model  ->  send weights, save, load, export, sleep, wake
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.config.structure import structure
+from whet.data.files import disk_errors
+from whet.data.model_info import ModelInfo, write_chat_template
+from whet.errors import WhetError
+from whet.interfaces.axes import RankCoordinates
+from whet.interfaces.loss import Loss
+from whet.interfaces.weights import TransferSpec
+from whet.interfaces.workers import WorkerRank
+from whet_megatron import checkpoint, groups, layers
+from whet_megatron.config import MegatronConfig
+from whet_megatron.cpu_shim import as_on_gpu
+from whet_megatron.export import write_config
+from whet_megatron.feed import Feeder
+from whet_megatron.groups import Ranks
+from whet_megatron.model import HeldModel
+from whet_megatron.optimizer import Stepper
+from whet_megatron.passes import Head, Passes
+from whet_memory.measure import PeakMeter
+from whet_training.export import copy_companions, write_weights
+from whet_weights.offload import Offload
+
+
+class HeldModels:
+    """The models and the optimizer of one rank."""
+
+    @as_on_gpu
+    def __init__(
+        self,
+        rank: WorkerRank,
+        config: Mapping[str, Any],
+        model: ModelInfo,
+        total_steps: int = 0,
+        seed: int = 0,
+        trained: bool = True,
+        *,
+        scratch: str,
+    ) -> None:
+        torch.set_num_threads(rank.threads)
+        self._config = structure(config, MegatronConfig, None)
+        self._info, self._trained = model, trained
+        layers.choose(self._config.layers, torch.device(rank.device))  # before anything imports Megatron
+        self._ranks = Ranks(rank, self._config.parallel)
+        self._device = self._ranks.device
+        try:
+            self._build(rank, model, total_steps, seed, trained)
+        except BaseException:  # of a role that shares its processes others must be able to start
+            self._ranks.leave()
+            raise
+        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        self._losses: dict[str, Loss] = {}
+        self._nonfinite = 0
+        self._asleep = False
+
+    def _build(self, rank: WorkerRank, model: ModelInfo, total_steps: int, seed: int, trained: bool) -> None:
+        """Load the models, and make what computes with them."""
+        groups.seed(seed)
+        self._memory = PeakMeter(self._device, rank.role)
+        with self._memory.phase("loading"):
+            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained)
+        self._frozen: dict[str, HeldModel] = {}
+        if self._config.reference:
+            self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
+        self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
+        context = self._ranks.group("context")
+        self._feeder = Feeder(
+            self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
+        )
+        if self._ranks.rank == 0:
+            print(f"megatron: the layers are {self._model.layers}", flush=True)
+
+    def _passes(self, model: HeldModel) -> Passes:
+        return Passes(Head(model, self._config.logprob_chunk), self._device)
+
+    def coordinates(self) -> RankCoordinates:
+        """Return this rank's coordinates. Ranks with the same `data` work on one batch shard."""
+        return self._ranks.coordinates
+
+    @property
+    def _first(self) -> bool:
+        """Return whether this rank reports what is equal on all ranks."""
+        return self._ranks.reports and self._ranks.coordinates.data == 0
+
+    def _steps(self) -> Stepper:
+        if self._stepper is None:
+            raise WhetError("this model is frozen: nobody said that it would be trained")
+        return self._stepper
+
+    # Weights
+
+    @as_on_gpu
+    def send_weights(self, spec: TransferSpec) -> None:
+        """Send the weights under the names of the model folder. All ranks gather; rank 0 sends."""
+        if spec.adapter is not None:
+            raise WhetError("an adapter is to be sent, and this backend trains none")
+        with self._memory.phase("weight_sync"):
+            stream = self._model.weights.stored()
+            if self._ranks.rank:
+                for _ in stream:
+                    pass
+                return
+            from whet_weights.transfer import send
+
+            dtype = getattr(torch, spec.dtype) if spec.dtype else None
+            send(spec, ((name, tensor.to(dtype)) for name, tensor in stream) if dtype else stream)
+
+    @as_on_gpu
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        checkpoint.write(Path(folder), self._model, self._steps(), self._info, self._ranks)
+
+    @as_on_gpu
+    def load(self, folder: str) -> None:
+        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
+        checkpoint.read(Path(folder), self._model, self._steps(), self._info, self._ranks)
+
+    @as_on_gpu
+    def export(self, folder: str) -> None:
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        stream = self._model.weights.stored()
+        if self._ranks.rank:
+            for _ in stream:
+                pass
+        else:
+            with disk_errors(Path(folder)):
+                copy_companions(Path(self._info.path), Path(folder))
+                write_chat_template(self._info, folder)
+                write_weights(Path(folder), stream)
+                write_config(self._info, Path(folder), value=self._model.value)
+        self._ranks.sum_all([0.0])
+
+    # Life
+
+    def sleep(self) -> int:
+        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
+        if self._asleep:
+            return 0
+        self._asleep = True
+        freed = sum(_free(gradients) for gradients in self._gradients())
+        return freed + self._offload.sleep(self._held())
+
+    def wake(self) -> None:
+        """Bring weights and optimizer back. Gradients are zero."""
+        if not self._asleep:
+            return
+        self._offload.wake()
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
+            gradients.zero_()
+        self._asleep = False
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yield the buffers of gradients."""
+        for stage in self._model.chunks if self._trained else ():
+            for buffer in (*stage.buffers, *stage.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _held(self) -> Iterator[Tensor]:
+        for model in (self._model, *self._frozen.values()):
+            yield from model.parameters()
+        if self._stepper is not None:
+            yield from self._stepper.held()
+
+    @as_on_gpu
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._offload.close()
+        self._ranks.leave()
+
+
+def _free(tensor: Tensor) -> int:
+    """Free the memory of a tensor, and return its number of bytes."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    return size

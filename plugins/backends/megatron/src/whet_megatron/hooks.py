@@ -1,0 +1,31 @@
+"""The hooks of this plugin."""
+
+from collections.abc import Iterable
+
+from whet import hookimpl
+from whet.component import Component, Problem
+from whet.config.sections import Config
+from whet_megatron.checks import problems
+from whet_megatron.config import MegatronConfig
+
+
+@hookimpl
+def whet_backends() -> Iterable[Component]:
+    """Offer the backend `megatron`."""
+    return [
+        Component(
+            name="megatron",
+            config=MegatronConfig,
+            target="whet_megatron.backend:MegatronBackend",
+            facts="whet_megatron.config:facts",
+        )
+    ]
+
+
+@hookimpl
+def whet_check_config(config: Config) -> Iterable[Problem]:
+    """Yield what is wrong with each megatron section, of the backend or of a role, by itself."""
+    sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
+    for path, section in sections.items():
+        if isinstance(section.config, MegatronConfig):
+            yield from problems(section.config, path)

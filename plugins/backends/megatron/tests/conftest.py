@@ -1,0 +1,94 @@
+"""Models, and two or four worker processes that many cases share."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+
+from whet.data.batch import Batch  # after the skip
+from whet.runtime.local import LocalCluster
+from whet_megatron.backend import MegatronBackend
+from whet_megatron.config import MegatronConfig, OptimizerConfig
+from whet_megatron.parallel import ParallelConfig
+from whet_testing.role_context import make_context
+from whet_testing.scripted_worker import TARGET
+from whet_testing.three_steps import grouped_batch, stirred_model
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+Build = Callable[..., MegatronBackend]
+WITHOUT = ("test_config.py", "TestPlugin")
+"""Tests that need no Megatron."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs Megatron where it is not installed: `nox -s "backends(megatron)"` installs it."""
+    if importlib.util.find_spec("megatron") is not None:
+        return
+    here = str(Path(__file__).parent)
+    for item in items:
+        if str(item.path).startswith(here) and not any(word in item.nodeid for word in WITHOUT):
+            item.add_marker(pytest.mark.skip(reason="megatron-core is not installed here"))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
+    """Return a function that returns the folder of a random model: of a family, with changes of its arguments."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def folder(name: str = "qwen3", **changes: Any) -> Path:
+        key = (name, *sorted(changes.items()))
+        if key not in made:
+            made[key] = stirred_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, name, **changes)
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(name="make_batch", scope="session")
+def _make_batch() -> Callable[..., Batch]:
+    return grouped_batch
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Start two and four processes once: their imports take seconds. Holders keep them from test to test."""
+    share = [("backend2", "held2"), ("backend4", "held4")]
+    with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as made:
+        yield made
+
+
+@pytest.fixture
+def build(cluster: LocalCluster, folders: Callable[..., Path], tmp_path: Path) -> Iterator[Build]:
+    """Return a function that builds a backend with sizes of parallel axes on so many ranks; 1 is in this process."""
+    built: list[MegatronBackend] = []
+
+    def make(
+        model: str | Path = "qwen3", ranks: int = 1, sizes: dict[str, Any] | None = None, dtype: str = "float32",
+        **config: Any,
+    ) -> MegatronBackend:  # fmt: skip
+        made = MegatronConfig(**{"optimizer": OPTIMIZER, "parallel": ParallelConfig(**(sizes or {})), **config})
+        place = None
+        if ranks > 1:
+            place = cluster.worker_group(f"backend{ranks}", ranks)
+            if f"held{ranks}" not in holders(cluster):
+                holders(cluster)[f"held{ranks}"] = cluster.worker_group(f"held{ranks}", ranks).spawn(TARGET, {})
+        folder = model if isinstance(model, Path) else folders(model)
+        context = make_context(tmp_path / f"role-{len(built)}", "backend", folder, place, dtype=dtype)
+        built.append(MegatronBackend(made, context))
+        return built[-1]
+
+    yield make
+    for backend in built:
+        backend.close()
+
+
+_HOLDERS: dict[int, dict[str, Any]] = {}
+
+
+def holders(cluster: LocalCluster) -> dict[str, Any]:
+    """Return the workers that keep the processes of a cluster."""
+    return _HOLDERS.setdefault(id(cluster), {})

@@ -1,0 +1,203 @@
+"""What a plan says and refuses, without torch and without Megatron."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
+from whet.errors import ConfigError
+from whet_megatron import architecture, layers
+from whet_megatron.architecture import Family
+from whet_megatron.checks import problems as section_problems
+from whet_megatron.config import MegatronConfig, OptimizerConfig, facts, problems
+from whet_megatron.parallel import Grid, ParallelConfig, padded_rows
+from whet_training.schedule import ScheduleConfig
+from whet_training.weight_groups import WeightGroup
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 384, "vocab_size": 375,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXED = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def model(dtype="float32", **changes):
+    return ModelInfo("model", {**QWEN3, **changes}, dtype)
+
+
+def found(sizes, ranks, of=None, **config):
+    made = MegatronConfig(parallel=ParallelConfig(**sizes), **config)
+    return {problem.path: problem.message for problem in problems(made, of or model(), ranks)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "path", "words"),
+    [
+        ({"tensor": 2, "pipeline": 2}, 6, "parallel.pipeline", "6 ranks cannot be split into groups of"),
+        ({"tensor": 3}, 3, "parallel.tensor", "does not divide the model's 8 heads and 4 key heads"),
+        ({"tensor": 8}, 8, "parallel.tensor", "does not divide the model's 4 key heads"),
+        ({"pipeline": 3}, 3, "parallel.pipeline", "the model's 4 layers cannot be split evenly into 3 stages"),
+        ({"pipeline": 2, "virtual": 4}, 2, "parallel.virtual", "4 layers cannot be split evenly into 2 ranks x 4"),
+        ({"virtual": 2}, 1, "parallel.virtual", "parallel.pipeline is 1"),
+        ({"sequence": True}, 1, "parallel.sequence", "parallel.tensor is 1"),
+        ({"expert": 2}, 2, "parallel.expert", "the model has no experts"),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_is_refused_by_its_key(sizes, ranks, path, words):
+    assert words in found(sizes, ranks)[path]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "path", "words"),
+    [
+        ({"expert": 3}, 3, "parallel.expert", "does not divide the model's 8 experts"),
+        ({"expert": 4}, 2, "parallel.expert", "2 ranks cannot be split into groups of 4 (expert)"),
+        ({"tensor": 2, "expert": 2}, 2, "parallel.sequence", "with sequence: true alone"),
+        ({"tensor": 2, "sequence": True}, 2, "parallel.expert_tensor", "would not add up the gradients of experts"),
+        ({"tensor": 5, "sequence": True, "expert_tensor": 5}, 5, "parallel.expert_tensor", "48 values of an expert"),
+    ],
+    ids=str,
+)
+def test_what_experts_do_not_allow_is_refused_by_its_key(sizes, ranks, path, words):
+    assert words in found(sizes, ranks, ModelInfo("model", MIXED))[path]
+
+
+def test_a_rank_with_padding_alone_is_refused():
+    assert padded_rows(375, 2, 64) == 192
+    assert "lower it" in found({"tensor": 4}, 4, vocabulary_multiple=128)["vocabulary_multiple"]
+    assert not found({"tensor": 4}, 4, vocabulary_multiple=32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma3"}, "is a model of type 'gemma3'; this backend has llama"),
+        ({"hidden_act": "gelu"}, "has the activation gelu"),
+        ({"attention_bias": True}, "has biases"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "attends to a sliding window"),
+        ({"rope_scaling": {"type": "yarn"}}, "scales rotary positions by yarn"),
+        ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "has low_freq_factor 2.0"),
+        ({"rms_norm_eps": None}, "has a config.json without rms_norm_eps"),
+        ({"dtype": "float16"}, "computes in float16"),
+        ({**MIXED, "mlp_only_layers": [0]}, "has dense layers among those with experts"),
+        ({**MIXED, "num_experts_per_tok": 1}, "chooses one expert for each token"),
+    ],
+    ids=str,
+)
+def test_what_megatron_cannot_compute_is_refused_by_the_plan_and_by_the_worker(changes, words):
+    of = model(changes["dtype"]) if "dtype" in changes else model(**changes)
+    assert words in found({}, 1, of)["use"]
+    with pytest.raises(ConfigError):
+        architecture.read(of)
+    assert facts(MegatronConfig(), of).memory is None
+
+
+def test_rotary_settings_are_read_wherever_a_version_of_transformers_wrote_them():
+    assert architecture.read(model(rope_theta=5e5)).rope_theta == 5e5
+    assert architecture.read(model(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})).rope_theta == 5e5
+    scaled = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    assert architecture.read(model(rope_theta=5e5, rope_scaling=scaled)).rope_factor == 32.0
+
+
+def test_a_package_can_offer_a_family(monkeypatch):
+    def load():
+        return Family(architecture.FAMILIES["llama"].rules, lambda config: {"qkv_bias": True})
+
+    offered = [SimpleNamespace(name="new-kind", value="package:family", dist=None, load=load)]
+    monkeypatch.setattr(architecture, "entry_points", lambda group: offered)
+    architecture._offered.cache_clear()
+    try:
+        assert architecture.read(model(model_type="new-kind")).qkv_bias
+        offered[0].load = lambda: 1 / 0
+        architecture._offered.cache_clear()
+        with pytest.raises(ConfigError, match="package:family, which a distribution offers"):
+            architecture.read(model(model_type="new-kind"))
+    finally:
+        architecture._offered.cache_clear()
+
+
+def test_settings_that_exclude_each_other_are_refused():
+    config = MegatronConfig(
+        optimizer=OptimizerConfig(overlap=True, groups=(WeightGroup("("), WeightGroup("x", lr=1e-3, lr_factor=2.0))),
+        schedule=ScheduleConfig(warmup_ratio=0.1, warmup_steps=3),
+        parallel=ParallelConfig(pipeline=2, virtual=2),
+    )
+    paths = [problem.path for problem in section_problems(config, "backend")]
+    assert paths == [
+        "backend.schedule.warmup_ratio", "backend.optimizer.groups.0.match", "backend.optimizer.groups.1.lr_factor",
+        "backend.optimizer.overlap",
+    ]  # fmt: skip
+    assert not list(section_problems(MegatronConfig(), "backend"))
+    with pytest.raises(ConfigError, match="tensr"):
+        structure({"parallel": {"tensr": 2}}, MegatronConfig, None)
+
+
+def held(config, of, ranks, trained=True):
+    return sum(term.bytes for term in facts(config, of).memory(ranks, trained))
+
+
+def test_memory_is_16_bytes_a_parameter_in_float32_and_18_in_bfloat16():
+    of = model(vocab_size=384)  # no padding
+    vectors = 4 * 2 * 16  # norms of heads, which the estimate of a model leaves out
+    for dtype, each, frozen in (("float32", 16, 4), ("bfloat16", 18, 2)):
+        info = attrs.evolve(of, dtype=dtype)
+        assert held(MegatronConfig(), info, 1) == pytest.approx(each * (info.parameters + vectors), rel=2e-3)
+        assert held(MegatronConfig(), info, 1, trained=False) == pytest.approx(frozen * info.parameters, rel=2e-3)
+
+
+def test_ranks_share_the_memory_that_they_split():
+    of = model(vocab_size=384)
+    one, both = MegatronConfig(), MegatronConfig(parallel=ParallelConfig(tensor=2, pipeline=2))
+    assert held(both, of, 4) < 0.4 * held(one, of, 1)
+    moments = 8 * of.parameters
+    assert held(one, of, 1) - held(one, of, 2) == pytest.approx(moments / 2, rel=2e-2)  # the distributed optimizer
+    whole = MegatronConfig(optimizer=OptimizerConfig(distributed=False))
+    assert held(whole, of, 2) == held(whole, of, 1)
+
+
+def test_ranks_are_numbered_as_megatron_numbers_them():
+    grid = Grid(8, ParallelConfig(tensor=2, pipeline=2))
+    places = [attrs.astuple(grid.coordinates(rank)) for rank in range(8)]  # data, tensor, pipeline, context
+    assert places == [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0), (1, 0, 1, 0),
+                      (1, 1, 1, 0)]  # fmt: skip
+    assert grid.members(0, "tensor", "pipeline", "context") == [0, 1, 4, 5]
+
+
+def test_the_plan_says_what_layers_are_made_of():
+    (note,) = facts(MegatronConfig(), model()).notes
+    assert "Transformer Engine" in note or "transformer-engine" in note
+    assert "test vehicle" in facts(MegatronConfig(layers="test"), model()).notes[0]
+
+
+def test_a_transformer_engine_that_cannot_load_is_named_with_what_to_do(monkeypatch, tmp_path):
+    import torch
+
+    (tmp_path / "transformer_engine").mkdir()
+    module = tmp_path / "transformer_engine" / "__init__.py"
+    module.write_text('raise RuntimeError("cudnn shared object not found.")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for wanted, device in (("auto", "cpu"), ("test", "cpu"), ("auto", "cuda:0")):
+        with pytest.raises(ConfigError, match=r"cannot load.*cudnn shared object not found.*install") as raised:
+            layers.choose(wanted, torch.device(device))
+        assert ("pip uninstall" in str(raised.value)) == (device == "cpu")
+        sys.modules.pop("transformer_engine", None)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        layers.choose("transformer-engine", torch.device("cpu"))
+
+
+def test_planning_imports_neither_torch_nor_megatron():
+    code = (
+        "import sys; from whet.data.model_info import ModelInfo; from whet_megatron.config import *;"
+        "from whet_megatron import hooks, checks;"
+        f"f = facts(MegatronConfig(), ModelInfo('m', {QWEN3!r})); list(f.problems(1)); list(f.memory(1, True));"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'transformers')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

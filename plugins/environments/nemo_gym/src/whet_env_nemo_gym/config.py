@@ -1,0 +1,63 @@
+"""The config of the environment `nemo-gym`, and its facts for planning."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from attrs import field, frozen, validators
+
+from whet.component import EnvironmentFacts
+from whet.config.bounds import BYTES, GROUP, PROCESSES, RECORDS, SECONDS, above, between
+from whet.data.model_info import ModelInfo
+
+
+def _of_a_server(instance: object, attribute: Any, value: str) -> None:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"is {value!r}, wanted the address of a server, e.g. http://127.0.0.1:8000")
+
+
+def _not_taken(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
+    if taken := {"reward", "turns", "calls"} & set(value):
+        raise ValueError(f"has {sorted(taken)}, which are recorded already; leave them out")
+
+
+@frozen(kw_only=True)
+class NemoGymConfig:
+    """Tasks of a resources server of NeMo Gym, which runs their tools and verifies their responses."""
+
+    url: str = field(validator=_of_a_server)
+    """The address of the resources server, e.g. `http://127.0.0.1:8000`."""
+    dataset: str | dict[str, str] = field(validator=validators.min_len(1), metadata={"path": True})
+    """A JSONL file of NeMo Gym, a folder with one file for each split, or a name on the Hugging Face hub; or one file
+    for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file is used for every split."""
+    subset: str = ""
+    """The subset of a hub data set that has several subsets."""
+    token_variable: str = ""
+    """The environment variable with a token for the server, which is sent as `Authorization: Bearer`. Empty: none."""
+    system: str = ""
+    """A system message before the input of a record. Empty: none."""
+    turns: int = field(default=16, validator=between(1, GROUP))
+    """Most responses of the model in an episode."""
+    sessions: int = field(default=64, validator=between(1, PROCESSES))
+    """Most episodes at a time that talk to the server. Others wait."""
+    seconds: float = field(default=60.0, validator=above(0, SECONDS))
+    """Deadline of each answer of the server."""
+    reply_bytes: int = field(default=1 << 20, validator=between(1, BYTES))
+    """Most bytes of an answer of the server. A longer one is an error of the server."""
+    tool_characters: int = field(default=4000, validator=between(1, RECORDS))
+    """Most characters of a tool's answer that the model sees."""
+    reasoning_end: str = "</think>"
+    """What ends the reasoning in a response. The server gets what stands before the last one as reasoning, and the rest
+    as the message. Empty: all is the message."""
+    components: tuple[str, ...] = field(default=(), validator=_not_taken)
+    """Names in `reward_components` of the server's answers that are recorded as rewards of weight 0."""
+    max_records: int = field(default=0, validator=between(0, RECORDS))
+    """Use only the first records of a split, at most this many. 0: all."""
+    max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
+    """Largest share of records that may be left out because they have no `responses_create_params`."""
+
+
+def facts(config: NemoGymConfig, model: ModelInfo) -> EnvironmentFacts:
+    """Return the facts for planning: the splits that are named. No answer can be voted on."""
+    splits = tuple(config.dataset) if isinstance(config.dataset, dict) else None
+    return EnvironmentFacts(states_answers=False, splits=splits)

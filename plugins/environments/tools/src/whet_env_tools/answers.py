@@ -1,0 +1,51 @@
+r"""The final answer of a response, and whether it is right.
+
+The answer is what stands in the last `\boxed{...}`, else what follows `Answer:` in the last line that has it, else the
+whole response. Two answers are the same if they are the same number, or the same text without case, articles, white
+space and, where there are no digits, punctuation (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250, section 6.1).
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from typing import Final
+
+from whet_sandbox.boxed import last_boxed
+
+_LONGEST: Final = 10_000
+_ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
+_NUMBER: Final = re.compile(r"[-+]?\d{1,40}(?:\.\d{1,40})?", re.ASCII)
+_MARK: Final = "answer:"
+
+
+def final_answer(text: str) -> str | None:
+    """Return the final answer. None: the response is empty, or too long to hold one."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()[:_LONGEST]
+    at = text.lower().rfind(_MARK)
+    if at >= 0:
+        return text[at + len(_MARK) :].strip().partition("\n")[0].strip(" *_`")[:_LONGEST]
+    return text.strip() if 0 < len(text.strip()) <= _LONGEST else None
+
+
+def is_right(answer: str | None, gold: Iterable[str]) -> bool:
+    """Return whether an answer is one of the right ones."""
+    return answer is not None and any(canonical(answer) == canonical(one) for one in gold)
+
+
+def canonical(answer: str) -> str:
+    """Return an answer in the form in which answers are compared."""
+    plain = answer.strip().strip("$").replace(",", "").removesuffix(".")
+    if _NUMBER.fullmatch(plain):
+        whole, _, part = plain.lstrip("+").partition(".")
+        sign, digits, part = whole[:1].strip("0123456789"), whole.lstrip("-0") or "0", part.rstrip("0")
+        return f"{sign if (digits, part) != ('0', '') else ''}{digits}{'.' if part else ''}{part}"
+    lower = unicodedata.normalize("NFKC", answer[:_LONGEST]).lower()
+    # beside digits a sign is part of what it says: 9! is not 9, and 1/2 is not 12
+    dropped = ",\"'" if any(map(str.isdigit, lower)) else ""
+    if dropped:
+        letters = "".join(" " if one in dropped else one for one in lower)
+    else:
+        letters = "".join(" " if unicodedata.category(one)[0] in "PZC" else one for one in lower)
+    return " ".join(_ARTICLES.sub(" ", letters).split()) or " ".join(lower.split())

@@ -1,0 +1,153 @@
+"""The program of a process that hosts tools. It speaks JSON with the driver, one object a line.
+
+    driver -> {"path": [...], "memory_bytes": N, "functions": [...] or "server": {...}}
+    host   -> {"tools": [{"name", "description", "parameters", "waits"}]}         or {"broken": why}
+    driver -> {"id": 1, "tool": "f", "arguments": {...}, "episode": {...}, "seconds": 30}
+    host   -> {"id": 1, "text": "...", "error": false, "state": {...}}            or {"id": 1, "late": true}
+                                                                                  or {"id": 1, "broken": why}
+    driver -> {"cancel": 1}
+
+Calls run at the same time, as many as the driver sends. `late` means that a call was not over in time; `broken` that
+this process or its server can answer no further call, and is to be replaced.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final, Protocol
+
+from attrs import frozen
+
+from whet.errors import in_words
+from whet.runtime.watchdog import die_with, leave_signals_to_driver
+
+LONGEST_LINE: Final = 1 << 24
+_MOST_TEXT: Final = 1 << 20
+"""Most characters of an answer that leave this process."""
+
+
+class Broken(Exception):  # noqa: N818 - it says what the server is
+    """No further call can be answered."""
+
+
+@frozen
+class Answer:
+    """What a tool answered."""
+
+    text: str
+    error: bool = False
+    """Whether it is the description of an error, for the model to read."""
+    state: dict[str, Any] | None = None
+    """What the tool keeps for the rest of the episode. None: nothing has changed."""
+
+
+class Tools(Protocol):
+    """The tools of one process."""
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return name, description and parameters of each tool."""
+        ...
+
+    async def call(self, tool: str, arguments: dict[str, Any], episode: dict[str, Any]) -> Answer:
+        """Call a tool. Raises `Broken`."""
+        ...
+
+    async def recovers(self, seconds: float) -> bool:
+        """Return whether further calls can be answered after one that was not over in time, `seconds`."""
+        ...
+
+
+def main() -> None:
+    """Serve the driver until it is gone."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    leave_signals_to_driver()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    sys.argv = ["whet-tools", sys.argv[3]]
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    os._exit(0)  # a thread in which a function hangs would keep the process
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+
+    async def say(message: dict[str, Any]) -> None:
+        writer.write(json.dumps(message, ensure_ascii=True).encode() + b"\n")
+        await writer.drain()
+
+    order = json.loads(await reader.readline())
+    sys.path[:] = order["path"]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit = order["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    async with AsyncExitStack() as stack:
+        try:
+            tools = await _opened(order, stack)
+        except Exception as error:  # raised by the user's own module or server
+            await say({"broken": in_words(_first(error))})
+            return
+        await say({"tools": tools.described()})
+        running = dict[int, asyncio.Task[None]]()
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "cancel" in message:
+                if task := running.get(message["cancel"]):
+                    task.cancel()
+                continue
+            number = message["id"]
+            task = asyncio.create_task(_answer(tools, message, say))
+            running[number] = task
+            task.add_done_callback(lambda _, number=number: running.pop(number, None))  # type: ignore[misc]
+        os._exit(0)  # the driver is gone: whatever still runs is not waited for
+
+
+async def _opened(order: dict[str, Any], stack: AsyncExitStack) -> Tools:
+    if "functions" in order:
+        opened = importlib.import_module("whet_env_tools.hosted.functions").Functions(order["functions"])
+    else:
+        module = importlib.import_module("whet_env_tools.hosted.mcp_client")
+        opened = await stack.enter_async_context(module.connected(order["server"]))
+    tools: Tools = opened
+    return tools
+
+
+async def _answer(tools: Tools, message: dict[str, Any], say: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    number = message["id"]
+    try:
+        try:
+            async with asyncio.timeout(message["seconds"]):
+                answer = await tools.call(message["tool"], message["arguments"], message["episode"])
+        except TimeoutError:
+            recovers = await tools.recovers(message["seconds"])
+            await say({"id": number, "late": True, **({} if recovers else {"broken": "it does not answer"})})
+            return
+        text, left_out = answer.text[:_MOST_TEXT], len(answer.text) - _MOST_TEXT
+        text += f"\n[{left_out} characters left out]" * (left_out > 0)
+        await say({"id": number, "text": text, "error": answer.error, "state": answer.state})
+    except asyncio.CancelledError:
+        raise
+    except MemoryError:  # what holds the memory is unknown
+        os._exit(70)
+    except Exception as error:
+        await say({"id": number, "broken": in_words(_first(error))})
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    from whet_env_tools.hosted import host  # not this file, `__main__`: tools use the module's classes
+
+    host.main()

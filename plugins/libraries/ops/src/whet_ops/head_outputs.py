@@ -1,0 +1,45 @@
+"""The outputs of a language model's head that backends give, from its hidden states."""
+
+from __future__ import annotations  # the site is built without torch
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.errors import WhetError
+from whet_ops.logprobs import token_logprobs, top_logprobs
+
+
+def head_outputs(
+    outputs: Sequence[str], hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, terms: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return the wanted outputs of a head and always `logprobs`: [M] or [M, K] each. Others than these are left out:
+    `logprobs`, `entropy`, `logprobs_at`, `topk_ids:K` and `topk_logprobs:K`.
+
+    hidden [M, H], weight [V, H], targets [M], ids [M, K] of the column `topk_ids`. `terms` are further arguments of
+    `token_logprobs`: `temperature`, `bias`, `vocabulary`, `chunk`.
+    """
+    found = _at_tokens(outputs, hidden, weight, targets, ids, terms)
+    for name in outputs:
+        kind, _, k = name.partition(":")
+        if kind in ("topk_ids", "topk_logprobs") and name not in found:
+            best, logprobs = top_logprobs(hidden, weight, int(k), **terms)
+            found |= {f"topk_ids:{k}": best.int(), f"topk_logprobs:{k}": logprobs}
+    return found
+
+
+def _at_tokens(
+    outputs: Sequence[str], hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, terms: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return `logprobs` and, from the same pass over the logits, `logprobs_at` and `entropy` if they are wanted."""
+    if "logprobs_at" in outputs:
+        if ids is None:
+            raise WhetError("the output logprobs_at is of the tokens in the column topk_ids, which is not there")
+        targets = torch.cat([targets[:, None], ids], 1)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, entropy="entropy" in outputs, **terms)
+    found = {"logprobs": logprobs} if logprobs.ndim == 1 else {}
+    if logprobs.ndim == 2:
+        found = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
+    return found if entropy is None else {**found, "entropy": entropy}

@@ -1,0 +1,148 @@
+"""What a worker does with a loss, whatever its ranks share the model with.
+
+counts      of each term, summed over ranks before the first forward pass
+live        sequences that can change the loss; the others are left out of the forward pass
+objective   sum over terms of weight x sum / global count, of one micro-batch
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.component import Spec
+from whet.data import metrics
+from whet.data.batch import Batch
+from whet.data.metrics import Metric
+from whet.errors import WhetError
+from whet.interfaces.loss import Loss
+
+MAX_NONFINITE = 3
+"""Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
+
+
+class LossWorker:
+    """A part of a worker. Subclasses set the attributes that are declared here, and override what raises."""
+
+    _ranks: Any
+    """A `RankGroup`, or an instance of a subclass."""
+    _device: torch.device
+    _losses: dict[str, Loss]
+    """The losses that were built, by their specs."""
+    _nonfinite: int = 0
+    """Calls of `train` in a row that took no step."""
+
+    @property
+    def _first(self) -> bool:
+        """Return whether this rank reports what is equal on all ranks."""
+        raise NotImplementedError
+
+    def _given(self) -> frozenset[str]:
+        """Return the names of the outputs that the model gives."""
+        raise NotImplementedError
+
+    def _drop_gradients(self) -> None:
+        """Free or zero the gradients."""
+        raise NotImplementedError
+
+    def _loss(self, spec: Spec) -> Loss:
+        key = json.dumps([spec.target, spec.config_type, spec.config], sort_keys=True, default=str)
+        if key not in self._losses:
+            from whet.config.build import build
+
+            made: Any = build(spec)
+            self._refuse_unknown(made.outputs, f"the loss {spec.target}")
+            self._losses[key] = made
+        return self._losses[key]
+
+    def _refuse_unknown(self, wanted: Iterable[str], who: str) -> None:
+        given = self._given()
+        if unknown := sorted(name for name in wanted if name.partition(":")[0] not in given):
+            words = f"{', '.join(unknown)}, which this model does not give: it gives {', '.join(sorted(given))}"
+            raise WhetError(f"{who} needs {words}")
+
+    def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
+        """Return the count of each term over all ranks."""
+        names = list(loss.weights)
+        mine = loss.counts(self._tensors(batch)) if batch.sequences else {}
+        return dict(zip(names, self._ranks.sum([float(mine.get(name, 0.0)) for name in names]), strict=True))
+
+    def _live(self, batch: Batch, loss: Loss) -> Batch:
+        """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
+        if not batch.sequences:
+            return batch
+        live = self._of_loss(batch, loss)
+        if live.all():
+            return batch
+        units = batch.units()
+        kept = [unit for unit in units if live[unit].any()] or units[:1]
+        return batch.take(np.concatenate(kept))
+
+    def live(self, batch: Batch | None, loss: Spec) -> Any:
+        """Return which sequences [B] of a batch can change the loss. None where the batch is another rank's."""
+        return None if batch is None else self._of_loss(batch, self._loss(loss))
+
+    def _of_loss(self, batch: Batch, loss: Loss) -> Any:
+        if not batch.sequences:
+            return np.zeros(0, np.bool_)
+        return np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+
+    def _objective(
+        self, outputs: Mapping[str, Tensor], part: Batch, loss: Loss, counts: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Return weight x sum / global count of a micro-batch, summed over terms, and the loss's metrics.
+
+        outputs: [N] or [N, K] each, in the order of the micro-batch.
+        """
+        total = torch.zeros((), device=self._device)
+        result = loss(outputs, self._tensors(part))
+        for name, value in result.terms.items():
+            if counts.get(name):
+                total = total + value * (loss.weights.get(name, 1.0) / counts[name])
+        return total, dict(result.metrics)
+
+    def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:
+        """Return the metrics that are equal on all ranks: on rank 0 only, so that they are counted once."""
+        if not self._first:
+            return {}
+        return {"loss": metrics.mean(value), "grad_norm": metrics.mean(norm), "lr": metrics.mean(rate)}
+
+    def _refuse_step(self, value: float, norm: float) -> dict[str, Metric]:
+        self._drop_gradients()
+        self._nonfinite += 1
+        if self._nonfinite >= MAX_NONFINITE:
+            raise WhetError(
+                f"the loss is {value} and the gradient's norm {norm}: not finite for {self._nonfinite} calls in "
+                "a row, so no step was taken; lower backend.optimizer.lr, or look at the loss's inputs"
+            )
+        return flag("nonfinite_steps") if self._first else {}
+
+    def _tensors(self, batch: Batch) -> Batch:
+        return batch.map(self._tensor)
+
+    def _tensor(self, column: Any) -> Tensor:
+        writable = column if column.flags.writeable else column.copy()
+        return torch.from_numpy(writable).to(self._device)
+
+
+def room(name: str, batch: Batch) -> Any:
+    """Make room for an output of a whole batch."""
+    kind, _, k = name.partition(":")
+    if kind == "logprobs_at":
+        return np.zeros(batch["topk_ids"].shape, np.float32)
+    shape = (batch.tokens, int(k)) if kind.startswith("topk_") else (batch.tokens,)
+    return np.zeros(shape, np.int32 if kind == "topk_ids" else np.float32)
+
+
+def flag(name: str) -> dict[str, Metric]:
+    """Return a metric that counts how often something happened."""
+    return {name: metrics.total(1.0)}
+
+
+def is_finite(*numbers: float) -> bool:
+    """Return whether all numbers are finite."""
+    return all(math.isfinite(number) for number in numbers)

@@ -1,0 +1,72 @@
+"""The learning rate as a pure function of the optimizer step."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from attrs import field, frozen
+
+from whet.component import Problem
+from whet.config.bounds import STEPS, above, between
+
+
+@frozen
+class ScheduleConfig:
+    """The learning rate over optimizer steps: a linear warm-up, then the chosen kind of decay."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The schedule after the warm-up. `wsd`: constant, then a decay over the last steps (warmup-stable-decay,
+    arXiv:2404.06395)."""
+    warmup_steps: int = field(default=0, validator=between(0, STEPS))
+    """Optimizer steps over which the rate rises to its peak."""
+    warmup_ratio: float = field(default=0.0, validator=between(0, 1))
+    """Length of the warm-up as a share of `total_steps`. Set this or `warmup_steps`."""
+    min_ratio: float = field(default=0.0, validator=between(0, 1))
+    """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
+    decay_ratio: float = field(default=0.1, validator=above(0, 1))
+    """`wsd`: length of the decay as a share of `total_steps`."""
+    decay: Literal["linear", "1-sqrt"] = "linear"
+    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
+    Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
+    total_steps: int = field(default=0, validator=between(0, STEPS))
+    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right
+    where each step of the run takes one optimizer step."""
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+    """Return the learning rate of an optimizer step, counted from 1. After `total_steps` the rate stays constant."""
+    warmup = schedule.warmup_steps or round(schedule.warmup_ratio * total_steps)
+    if step <= warmup:
+        return peak * step / warmup
+    if schedule.kind == "constant":
+        return peak
+    begin = warmup
+    if schedule.kind == "wsd":
+        begin = max(warmup, total_steps - max(1, round(schedule.decay_ratio * total_steps)))
+    span = total_steps - begin
+    done = min(max(step - begin, 0) / span, 1.0) if span > 0 else 1.0
+    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * _height(schedule, done))
+
+
+def _height(schedule: ScheduleConfig, done: float) -> float:
+    """Return what is left of the decay where the share `done` of it has passed: from 1 to 0."""
+    if schedule.kind == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    if schedule.kind == "wsd" and schedule.decay == "1-sqrt":
+        return 1 - math.sqrt(done)  # Hägele et al. 2024, arXiv:2405.18392
+    return 1 - done
+
+
+def problems(schedule: ScheduleConfig, path: str) -> Iterator[Problem]:
+    """Yield what is wrong with a schedule by itself, beyond the bounds of its fields. It stands at `path`."""
+    if schedule.warmup_ratio and schedule.warmup_steps:
+        words = f"is {schedule.warmup_ratio:g}, and warmup_steps is {schedule.warmup_steps}; state one of the two"
+        yield Problem(f"{path}.warmup_ratio", words)
+    if schedule.kind != "wsd":
+        default = ScheduleConfig()
+        for name in ("decay_ratio", "decay"):
+            if getattr(schedule, name) != getattr(default, name):
+                words = (
+                    f"only `kind: wsd` has it, and the kind is {schedule.kind}; set {path}.kind: wsd, or leave it out"
+                )
+                yield Problem(f"{path}.{name}", words)

@@ -1,0 +1,53 @@
+import math
+
+import attrs
+import pytest
+
+from whet_training.schedule import ScheduleConfig, learning_rate
+
+
+def rates(schedule: ScheduleConfig, steps: int = 10, total: int = 10) -> list[float]:
+    return [learning_rate(schedule, 2.0, step, total) for step in range(1, steps + 1)]
+
+
+def test_the_rate_rises_over_the_warm_up_and_then_stays():
+    assert rates(ScheduleConfig(warmup_steps=4)) == [0.5, 1.0, 1.5, 2.0] + [2.0] * 6
+
+
+def test_linear_ends_at_its_floor_and_stays_there():
+    found = rates(ScheduleConfig("linear", warmup_steps=2, min_ratio=0.25), steps=12)
+    assert found[:2] == [1.0, 2.0]
+    assert found[5] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
+    assert found[9:] == [0.5, 0.5, 0.5]
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    found = rates(ScheduleConfig("cosine"))
+    assert found[4] == pytest.approx(1.0)
+    assert found[9] == pytest.approx(0.0)
+    assert found[0] == pytest.approx(1 + math.cos(math.pi / 10))
+
+
+def test_wsd_is_constant_and_then_decays_over_its_last_steps():
+    schedule = ScheduleConfig("wsd", warmup_steps=2, decay_ratio=0.4, min_ratio=0.25)
+    assert rates(schedule, steps=12) == pytest.approx([1, 2, 2, 2, 2, 2, 1.625, 1.25, 0.875, 0.5, 0.5, 0.5])
+    root = attrs.evolve(schedule, decay="1-sqrt")
+    falling = [0.5 + 1.5 * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
+    assert rates(root, steps=11) == pytest.approx([1, 2, 2, 2, 2, 2, *falling, 0.5, 0.5])
+
+
+def test_wsd_decays_after_its_warm_up_even_if_the_decay_would_begin_earlier():
+    assert rates(ScheduleConfig("wsd", warmup_steps=8, decay_ratio=0.5))[6:] == pytest.approx([1.75, 2, 1, 0])
+    assert rates(ScheduleConfig("wsd", decay_ratio=0.01))[8:] == [2, 0], "the decay has at least one step"
+
+
+def test_a_warm_up_as_long_as_the_run_is_no_error():
+    assert rates(ScheduleConfig("linear", warmup_steps=10))[-1] == 2.0
+    assert rates(ScheduleConfig("linear", warmup_steps=10), steps=11)[-1] == 0.0
+
+
+def test_a_warm_up_by_its_share_is_one_by_its_steps():
+    for kind in ("constant", "linear", "cosine", "wsd"):
+        by_share = rates(ScheduleConfig(kind, warmup_ratio=0.3), steps=12)
+        assert by_share == rates(ScheduleConfig(kind, warmup_steps=3), steps=12)
+    assert rates(ScheduleConfig(warmup_ratio=0.04)) == [2.0] * 10
