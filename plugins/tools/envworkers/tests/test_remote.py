@@ -17,39 +17,10 @@ from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
 from whet_envworkers.remote import RemoteEnvironment
-from whet_testing.contracts.component import ComponentContract
-from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.fakes import FakeModel
 
 REGISTRY = load_plugins()
 REGISTRY.load_file(Path(__file__).parent / "apart.py")
-
-
-class TestPlugin(ComponentContract):
-    hooks = "whet_envworkers.hooks"
-
-
-@pytest.fixture(scope="module")
-def arithmetic():
-    environment = TestArithmeticInProcesses().make()
-    yield environment
-    environment.close()
-
-
-class TestArithmeticInProcesses(EnvironmentContract):
-    splits = ("train", "test")
-    states_answers = True
-
-    def make(self):
-        section = structure({"use": "arithmetic", "processes": 2}, EnvironmentSection, REGISTRY)
-        return RemoteEnvironment(section, "it")
-
-    @pytest.fixture
-    def environment(self, arithmetic):
-        return arithmetic
-
-    def gold(self, task):
-        return f"\\boxed{{{task.data['answer']}}}"
 
 
 def made(processes=1, episode=60.0, **settings):
