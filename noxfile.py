@@ -149,7 +149,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
     libraries = [
         f"plugins/libraries/{name}"
-        for name in ("data", "generation", "memory", "ops", "sandbox", "start", "training", "weights")
+        for name in ("chat", "data", "generation", "memory", "ops", "sandbox", "start", "training", "weights")
     ]
     editable = [
         word for path in ("core", *libraries, "plugins/tools/jobs", "plugins/tools/testing") for word in ("-e", path)

@@ -14,14 +14,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from tokenizers import Encoding
 
-from whet.data.messages import Conversation, Message, ResponseReader, Tools
+from whet.data.messages import Call, Conversation, Message, ResponseReader, Tools
 from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
 from whet.data.templates import ChatTemplate, read_template, read_text
@@ -107,7 +108,8 @@ class ChatTokenizer:
             if not any(message.written for message in conversation):
                 raise
             # What refuses parts may take the same as text.
-            return self.template.render(conversation, tools=self._tools, generation_prompt=generation_prompt)
+            plain = [evolve(message, calls=()) if message.written else message for message in conversation]
+            return self.template.render(tuple(plain), tools=self._tools, generation_prompt=generation_prompt)
 
     def message(self, tokens: IntArray, prefill: str = "") -> Message:
         """Return a completion [completion] as the assistant's message: its text, which begins with the prefill."""
@@ -121,9 +123,13 @@ class ChatTokenizer:
         return message if reader is None else reader.read(message.written, self._tools)
 
     def _shown(self, message: Message) -> Message:
-        """Return a message as the template takes it."""
+        """Return a message as the template takes it. Calls have the ids with which they were recorded."""
         reader = self._reader if message.written else None
-        return message if reader is None else reader.shown(message.written, self._tools)
+        if reader is None:
+            return message
+        shown = reader.shown(message.written, self._tools)
+        kept = [evolve(call, id=own.id) for call, own in zip(shown.calls, message.calls, strict=False)]
+        return evolve(shown, calls=tuple(kept)) if kept else shown
 
     @property
     def _reader(self) -> ResponseReader | None:
@@ -363,6 +369,17 @@ def given_template(chat_template: str) -> str:
         return read_text(Path(chat_template))
     except DataError as error:
         raise DataError(f"model.chat_template: {error}") from error
+
+
+def with_ids(calls: tuple[Call, ...], prompt: IntArray, tokens: IntArray) -> tuple[Call, ...]:
+    """Return the calls of a completion [completion] after a prompt [prompt] with ids of nine letters and digits.
+
+    Some templates accept no others. They are derived, not drawn: where a template shows ids, an episode that is played
+    again has the same tokens.
+    """
+    seed = blake2b(prompt.tobytes() + tokens.tobytes(), digest_size=8).digest()
+    ids = (blake2b(seed, digest_size=5, salt=i.to_bytes(8)).hexdigest()[:9] for i in range(len(calls)))
+    return tuple(evolve(call, id=id_) for call, id_ in zip(calls, ids, strict=True))
 
 
 def _meaning(message: Message) -> tuple[Any, ...]:

@@ -71,7 +71,8 @@ class Message:
     reasoning: str = ""
     """Reasoning of an assistant message. It comes before its content."""
     written: str = field(default="", eq=False, repr=False)
-    """What the model itself wrote, special tokens included, without the stop token. Empty: others wrote the message."""
+    """What the model itself wrote, special tokens included, without the stop token. Empty: others wrote the message.
+    The content of a message that the model wrote has its calls, too."""
 
     @property
     def text(self) -> str:

@@ -82,7 +82,7 @@ class ChatTemplate:
     def _seen(self, conversation: Conversation, empty: str | None, as_text: bool) -> Iterator[dict[str, Any]]:
         """Yield the messages in the form that templates read. Raises `DataError` if a part of one is not text.
 
-        The result of a tool has the id and the name of its call. Without an id, results answer calls in their order.
+        The result of a tool has the id and the name of its call. Without a known id, results have the order of calls.
         """
         waiting: dict[str, str] = {}
         for message in conversation:
@@ -92,9 +92,9 @@ class ChatTemplate:
             if self._takes_parts:
                 seen["content"] = [{"type": "text", "text": message.text}]
             if message.role == "tool":
-                call = message.answers or next(iter(waiting), "")
-                seen |= {"tool_call_id": call, "name": waiting.pop(call)} if call in waiting else {}
-                seen |= {"tool_call_id": message.answers} if message.answers else {}
+                call = message.answers if message.answers in waiting else next(iter(waiting), message.answers)
+                seen |= {"tool_call_id": call} if call else {}
+                seen |= {"name": waiting.pop(call)} if call in waiting else {}
             if message.reasoning and self._reasoning:
                 seen[self._reasoning] = message.reasoning
             if message.calls:

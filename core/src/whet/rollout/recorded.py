@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from whet.data.chat import RewrittenHistory
+from whet.data.chat import RewrittenHistory, with_ids
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn, recordable
@@ -212,8 +212,7 @@ class RecordedModel:
                 f"its prompt of {error.length} tokens leaves no room for a response in {self._shared.max_context}; "
                 "raise rollout.max_context or leave the task out"
             ) from error
-        calls = self._chat.parts(self.messages[-1]).calls if self._tools else ()
-        return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop, calls)
+        return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop, self.messages[-1].calls)
 
     async def turn(
         self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None, prefill: str = ""
@@ -254,6 +253,8 @@ class RecordedModel:
             completion = await complete(shared.generator, request, shared.chat.decode)
         completion = checked_completion(completion, request)
         said = self._chat.message(completion.tokens, prefill)
+        if self._tools:
+            said = evolve(said, calls=with_ids(self._chat.parts(said).calls, tokens, completion.tokens))
         if anew:
             part = _Part()
             self._parts.append(part)

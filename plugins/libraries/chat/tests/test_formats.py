@@ -150,10 +150,10 @@ def test_what_a_template_writes_is_read_back(name: str, text: str, calls: tuple[
     raw = written(found, Message("assistant", text, calls, reasoning=thought))
     read = form.read(raw, TOOLS)
     assert (read.reasoning, read.text, bare(read.calls)) == (thought, text, bare(calls)), raw
-    assert all(call.id.isalnum() and len(call.id) == 9 for call in read.calls)
-    assert len({call.id for call in read.calls}) == len(calls)
-    assert form.read(raw, TOOLS).calls == read.calls, "ids depend on the text alone"
     assert form.read(raw).calls == ()
+    before, found_calls = form.before_calls(raw, TOOLS)
+    assert bare(found_calls) == bare(calls)
+    assert before == raw if not calls else raw.startswith(before) or name == "channels"
 
 
 PIECES = (

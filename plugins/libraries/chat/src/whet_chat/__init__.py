@@ -2,12 +2,12 @@
 
     format = response_format(chat)              the format of this template, learned by rendering it, then kept
     format.read(text, tools)                    -> Message("assistant", content, calls, reasoning=...)
-    format.calls is None                        the template shows no tools to the model; format.why states it
+    format.why                                  why the template cannot be used with tools; empty: it can
     tool_format(chat)                           the same format. Raises `DataError` if the template shows no tools
 
 `chat` obeys `whet.interfaces.chat.Chat`. `text` is a response with its special tokens, without the stop token; `tools`
-is `whet.data.messages.Tools`, the JSON of each tool. Calls have ids that depend on the text alone. What cannot be read
-as a call stays in the content: `read` raises nothing, whatever a model wrote.
+is `whet.data.messages.Tools`, the JSON of each tool. What cannot be read as a call stays in the
+content: `read` raises nothing, whatever a model wrote. The calls have no ids yet: a recorded reply has them.
 
 An environment needs none of this. It begins a sequence with tools, and each reply has the calls:
 

@@ -27,6 +27,11 @@ LONGEST_GAP = 200
 class Reader(Protocol):
     """What reads the calls of one format."""
 
+    @property
+    def frame(self) -> "Frame":
+        """What stands around calls."""
+        ...
+
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
         """Return where the content before the calls ends, and the calls, without ids. Raises `ValueError`."""
         ...

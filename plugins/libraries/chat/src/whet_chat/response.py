@@ -1,14 +1,13 @@
 """What a model wrote, in parts: reasoning, content, tool calls."""
 
-from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from whet.data.messages import Call, Message, Tools
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
-from whet_chat.calls import Reader, made
+from whet_chat.calls import Frame, Reader, made
 from whet_chat.learn import CALLS, NAME, TOOL, USER, Render, common, first_mark, learn_calls, marks
 from whet_chat.values import read_json
 
@@ -67,15 +66,29 @@ class ResponseFormat:
             if not calls and not content:  # reasoning that the model did not end before it called
                 reasoning, calls = self._called(reasoning, tools)
             content = self._bare(content)
-        if not tools:
-            calls = []
-        seed = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-        named = tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls))
-        return Message("assistant", content, named, reasoning=reasoning)
+        return Message("assistant", content, tuple(calls) if tools else (), reasoning=reasoning)
 
     def shown(self, text: str, tools: Tools = ()) -> Message:
         """Return a response as the template takes it."""
         return self.read(text, tools if self.in_fields else ())
+
+    def before_calls(self, text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
+        """Return what stands before the calls, with reasoning as it was written, and the calls."""
+        if self.channels:
+            found = self.read(text, tools)
+            return (found.text, found.calls) if found.calls else (text, ())
+        rest = text
+        if self.reasoning and self.reasoning.split(text)[1]:
+            rest = text.partition(self.reasoning.close)[2] or text
+        content, calls = self._called(rest, tools)
+        return (text[: len(text) - len(rest)] + content, tuple(calls)) if calls else (text, ())
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts with which calls may begin. Empty: a response is calls alone, or has channels."""
+        frame = self.calls.frame if self.calls else Frame("")
+        thought = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
+        return tuple(mark for mark in (*frame.opening, frame.marker) if mark and mark not in thought)
 
     def _called(self, content: str, tools: Tools) -> tuple[str, list[Call]]:
         if self.calls is None or not tools:
@@ -94,14 +107,6 @@ class ResponseFormat:
             if content.rstrip().endswith(tags := "".join(self.tail[:count])):
                 return content.rstrip()[: -len(tags)]
         return content
-
-
-def _id(seed: bytes, number: int) -> str:
-    """Return the id of a call: nine letters and digits, because some templates accept no others.
-
-    It is derived, not drawn: where a template shows ids, an episode that is played again has the same tokens.
-    """
-    return blake2b(seed, digest_size=5, salt=number.to_bytes(8)).hexdigest()[:9]
 
 
 def _channels(text: str) -> tuple[str, str, list[Call]]:
@@ -131,7 +136,7 @@ def learn(render: Render) -> ResponseFormat:
     plain = _rendered(render, Message("assistant", _ANSWER))
     thought = _rendered(render, Message("assistant", _ANSWER, reasoning=_REASON))
     if "<|channel|>" in thought and "<|message|>" in thought:
-        return ResponseFormat(None, _Channels(), why, channels=True)
+        return ResponseFormat(None, _Channels(Frame("")), why, channels=True)
     asked = _asked(render)
     reasoning = _reasoning(render, asked, thought)
     before, _, after = (thought if reasoning and _REASON in thought else plain).partition(_ANSWER)
@@ -144,6 +149,8 @@ def learn(render: Render) -> ResponseFormat:
 @frozen
 class _Channels:
     """Reads calls that name their channel."""
+
+    frame: Frame
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
         """See `Reader`."""

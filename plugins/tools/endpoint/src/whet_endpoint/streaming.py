@@ -13,10 +13,11 @@ from attrs import frozen
 
 from whet.data.records import IntArray
 from whet.interfaces.chat import Chat
-from whet_endpoint.call_format import call_format_of
+from whet_chat.response import tool_format
 from whet_endpoint.choices import Choice
 from whet_endpoint.reasoning import begins_inside, partial, split_running
 from whet_endpoint.requests import ApiRequest, shown
+from whet_endpoint.tool_calls import splits_itself
 
 UNFINISHED = "\ufffd"
 """What tokenizers write for a part of a character."""
@@ -37,10 +38,14 @@ class RunningText:
 
     def __init__(self, request: ApiRequest, chat: Chat) -> None:
         self._request, self._chat = request, chat
-        call_format = call_format_of(chat) if request.reads_calls else None
-        self._skip_special = call_format is None or not call_format.special
-        self._marks = tuple(mark for mark in (call_format.opening, call_format.marker) if mark) if call_format else ()
-        self._calls_alone = call_format is not None and not call_format.marker
+        call_format = tool_format(chat) if request.reads_calls else None
+        self._marks = call_format.marks if call_format else ()
+        self._skip_special = all(mark in chat.decode(chat.encode(mark)) for mark in self._marks)
+        self._calls_alone = call_format is not None and not self._marks
+        # Where a template has tags or channels of its own, all is sent at the end.
+        self._whole = (call_format is not None and call_format.channels) or (
+            request.splits_reasoning and splits_itself(chat)
+        )
         self._inside = request.splits_reasoning and begins_inside(chat)
         self._tokens: IntArray = np.zeros(0, np.int64)
         self._done, self._read = 0, 0
@@ -75,6 +80,8 @@ class RunningText:
 
     def _certain(self) -> tuple[str, str]:
         """Return reasoning and text, without an end that the next tokens may change."""
+        if self._whole:
+            return "", ""
         stops = self._request.stops
         text = shown(self._text, stops)
         if len(text) == len(self._text):

@@ -1,17 +1,14 @@
 """Tools: whether the model's chat template supports them, and the calls in a response of the model."""
 
-from hashlib import blake2b
-
-from attrs import evolve
-
+from whet.data.chat import with_ids
 from whet.data.messages import Call
 from whet.data.records import Completion, IntArray
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
-from whet_endpoint.call_format import call_format_of
+from whet_chat.response import response_format, tool_format
 from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError
-from whet_endpoint.reasoning import begins_inside, split
+from whet_endpoint.reasoning import CLOSE, begins_inside, split
 from whet_endpoint.requests import ApiRequest, shown
 
 
@@ -22,7 +19,7 @@ def check_tools(request: ApiRequest, chat: Chat) -> None:
     if not request.tools and not any(message.calls for message in request.prompt):
         return
     try:
-        call_format_of(chat)
+        tool_format(chat)
     except DataError as error:
         raise ApiError(400, str(error), "tools" if request.tools else "messages") from error
 
@@ -30,20 +27,26 @@ def check_tools(request: ApiRequest, chat: Chat) -> None:
 def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: Completion) -> Choice:
     """Return a completion as it is shown: its text, and its calls where the request has them read."""
     plain = chat.decode(completion.tokens)
-    text, calls = shown(plain, request.stops), tuple[Call, ...]()
+    text, calls, reasoning = shown(plain, request.stops), tuple[Call, ...](), ""
     stop = next((stop for stop in request.stops if plain.startswith(stop, len(text))), "")
-    if request.reads_calls:
-        call_format = call_format_of(chat)
-        raw = shown(chat.decode(completion.tokens, skip_special=not call_format.special), request.stops)
-        before, calls = call_format.read(raw)
-        text = before if calls else text
-    reasoning, text = split(text, begins_inside(chat)) if request.splits_reasoning else ("", text)
-    # Derived, not drawn: where a template shows ids, an episode that is played again has the same tokens.
-    seed = blake2b(prompt.tobytes() + completion.tokens.tobytes(), digest_size=8).digest()
-    named = tuple(evolve(call, id=_id(seed, i)) for i, call in enumerate(calls))
-    return Choice(prompt, completion, text, named, reasoning, stop)
+    form, tools = response_format(chat), request.tools if request.reads_calls else ()
+    written = shown(chat.message(completion.tokens).written, request.stops)
+    if request.splits_reasoning and splits_itself(chat):
+        said = form.read(written, tools)
+        reasoning, text, calls = said.reasoning, without_special(chat, said.text), said.calls
+    else:
+        before, calls = form.before_calls(written, tools)
+        text = without_special(chat, before) if calls else text
+        reasoning, text = split(text, begins_inside(chat)) if request.splits_reasoning else ("", text)
+    return Choice(prompt, completion, text, with_ids(calls, prompt, completion.tokens), reasoning, stop)
 
 
-def _id(seed: bytes, number: int) -> str:
-    """Return the id of a call: nine letters and digits, because some templates accept no others."""
-    return blake2b(seed, digest_size=5, salt=number.to_bytes(8)).hexdigest()[:9]
+def splits_itself(chat: Chat) -> bool:
+    """Return whether the template writes reasoning in another way than between `<think>` and `</think>`."""
+    form = response_format(chat)
+    return form.channels or (form.reasoning is not None and form.reasoning.close != CLOSE)
+
+
+def without_special(chat: Chat, text: str) -> str:
+    """Return text without the special tokens that are written in it."""
+    return chat.decode(chat.encode(text))
