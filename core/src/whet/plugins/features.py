@@ -17,6 +17,7 @@ PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
 RESPONSES = ("whet.responses", "responses", "responses are read")
 RECORDER = ("whet.recorders", "token-record", "rollouts are recorded token by token")
 FORECAST = ("whet.forecasts", "memory-forecast", "the peaks of memory are predicted")
+APART = ("whet.environment_processes", "environment-processes", "environments are played in processes of their own")
 """The entry-point group of a feature, the word for it in the catalog, and what it does."""
 
 
@@ -57,6 +58,17 @@ def missing_probe() -> str:
 def load_probe() -> Callable[..., Probe]:
     """Return what builds the probe. Raises `PluginError` with what to install."""
     made: Callable[..., Probe] = _load("weight syncs cannot be checked", *PROBE)
+    return made
+
+
+def missing_processes() -> str:
+    """Return why environments cannot have processes and what to install, as the end of a sentence. Empty: they can."""
+    return _missing(*APART)
+
+
+def load_apart() -> Callable[..., Any]:
+    """Return what builds an environment in processes of its own. Raises `PluginError` with what to install."""
+    made: Callable[..., Any] = _load("environments cannot have processes of their own", *APART)
     return made
 
 
