@@ -130,6 +130,18 @@ def bench_engines(session: nox.Session, engine: str) -> None:
     session.run("python", "benchmarks/engines.py", engine, *session.posargs, env=environment)
 
 
+LIBRARIES = ("reasoning-gym==0.1.25", "gymnasium==1.4.0", "mcp==2.3.0", "websockets")
+"""Libraries of environments whose pins allow one environment. Where one is missing, the tests of its adapter skip."""
+
+
+@nox.session
+def adapters(session: nox.Session) -> None:
+    """Train two steps and evaluate on environments of other libraries, unmodified; `-- -k gymnasium`."""
+    install(session, "pytest-timeout", *LIBRARIES)
+    plugins = ("plugins/environments/reasoning_gym", "plugins/environments/gymnasium")
+    session.run("pytest", "-n", "0", "tests/adapters", *plugins, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session
 def chaos(session: nox.Session) -> None:
     """Kill what small runs consist of at random moments and judge what comes of it; `-- --seed 7 --kills 50`."""

@@ -100,8 +100,8 @@ def test_what_people_look_for_in_vain_is_named_on_a_page_of_its_own(word):
 def test_what_is_not_there_is_not_there():
     """A component or key that comes in takes its word off the page of what is missing."""
     names = {name for _, name in COMPONENTS}
-    assert not names & {"mlflow", "swanlab", "megatron", "mcp", "sandbox", "lora"}
-    assert not {"qlora", "quantization", "pipeline_parallel"} & {
+    assert not names & {"mlflow", "swanlab", "mcp", "sandbox", "lora"}
+    assert not {"qlora", "quantization"} & {
         key for kind, name in COMPONENTS if kind == "backends"
         for key in attrs.fields_dict(load_plugins().offers(kind)[name].component.config)
     }  # fmt: skip

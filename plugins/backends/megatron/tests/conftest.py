@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
-
-from whet.data.batch import Batch  # after the skip
+from whet.data.batch import Batch
 from whet.runtime.local import LocalCluster
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig

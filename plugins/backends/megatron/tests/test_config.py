@@ -1,5 +1,6 @@
 """What a plan says and refuses, without torch and without Megatron."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -96,6 +97,20 @@ def test_what_megatron_cannot_compute_is_refused_by_the_plan_and_by_the_worker(c
     with pytest.raises(ConfigError):
         architecture.read(of)
     assert facts(MegatronConfig(), of).memory is None
+
+
+def test_a_teacher_that_does_not_fit_is_refused_by_its_key(tmp_path):
+    def teaching(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+        return found({"tensor": 2}, 2, teacher=str(tmp_path)).get("teacher", "")
+
+    assert not teaching()
+    assert "has a vocabulary of 400 tokens, the model that is trained 375" in teaching(vocab_size=400)
+    assert "which does not divide the model's 3 key heads (of the teacher)" in teaching(num_key_value_heads=3)
+    assert "has the activation gelu" in teaching(hidden_act="gelu")
+    assert "kl_forward" in facts(MegatronConfig(teacher=str(tmp_path)), model()).outputs_given
+    with_teacher = held(MegatronConfig(teacher=str(tmp_path)), model(), 1)
+    assert with_teacher - held(MegatronConfig(), model(), 1) == pytest.approx(4 * model().parameters, rel=0.02)
 
 
 def test_rotary_settings_are_read_wherever_a_version_of_transformers_wrote_them():

@@ -22,21 +22,23 @@ def trained(backend, batches, loss=LIKELIHOOD):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_outputs_are_those_of_one_rank(build, make_batch, split):
+def test_outputs_are_those_of_one_rank(build, folders, make_batch, split):
     batch = make_batch(5)
     mixed = batch.take(np.random.default_rng(0).permutation(batch.sequences))
     temperature = np.where(np.arange(batch.sequences) % 2, 0.5, 1.5).astype(np.float32)
     mixed = mixed.with_columns(temperature=temperature)
-    one, several = build("qwen3", reference=True), build("qwen3", *split, reference=True, micro_batch_tokens=40)
-    outputs = ("logprobs", "entropy", "topk_ids:4", "topk_logprobs:4")
+    options = {"reference": True, "teacher": str(folders("llama"))}
+    one, several = build("qwen3", **options), build("qwen3", *split, micro_batch_tokens=40, **options)
+    outputs = ("logprobs", "entropy", "topk_ids:4", "topk_logprobs:4", "kl_forward", "kl_reverse", "jensen_shannon:0.3")
     for weights in ("policy", "reference"):
         expected, found = (backend.score(mixed, outputs, weights) for backend in (one, several))
         assert np.array_equal(found["topk_ids:4"], expected["topk_ids:4"])
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
     at = mixed.with_columns(topk_ids=expected["topk_ids:4"])
-    spec = Spec("whet_testing.losses:AtTokens")
-    np.testing.assert_allclose(trained(several, [at], spec), trained(one, [at], spec), rtol=1e-5)
+    for loss in ("AtTokens", "Divergence"):
+        spec = Spec(f"whet_testing.losses:{loss}")
+        np.testing.assert_allclose(trained(several, [at], spec), trained(one, [at], spec), rtol=1e-5)
     losses = [backend.evaluate(mixed, LIKELIHOOD)["loss"].number() for backend in (one, several)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     # a sequence alone, one from which nothing is learned, and sequences of which the loss wants few

@@ -4,7 +4,7 @@
 takes the place of the model's own `forward`, and the head's formula takes the place of the head's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from whet_fsdp2.feed import Feed
 from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
-from whet_ops.head_outputs import head_outputs
-from whet_ops.logprobs import distribution_kl
+from whet_ops.head_outputs import divergences, head_outputs, wanted_divergences
 from whet_ops.vocabulary import WHOLE, Vocabulary
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
@@ -55,7 +54,7 @@ class Root:
 
     def _forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
         other = None
-        if _divergences(outputs):
+        if wanted_divergences(outputs):
             import torch
 
             with torch.no_grad():
@@ -67,7 +66,7 @@ class Root:
                 return {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
             of_head = {**terms, "chunk": self.chunk}
             found = head_outputs(outputs, hidden, weight, feed.targets, feed.ids, of_head)
-            return found if other is None else found | self._apart(other, outputs, hidden, weight, terms)
+            return found if other is None else found | divergences(outputs, hidden, weight, other, of_head)
 
         terms = {"temperature": feed.temperature}
         found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula, terms)
@@ -79,25 +78,6 @@ class Root:
         rows = _rows_of(weight, self._group)
         bias = None if bias is None else local(bias)
         return formula(hidden, local(weight), {**terms, "bias": bias, "vocabulary": rows})
-
-    def _apart(
-        self, other: Mapping[str, Tensor], outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """Return the wanted divergences between this model and the teacher that the same workers hold."""
-
-        def divergences(beta: float | None = None) -> tuple[Tensor, ...]:
-            return distribution_kl(
-                hidden, weight, other["hidden"], other["weight"], other_bias=other.get("bias"), chunk=self.chunk,
-                beta=beta, **terms,
-            )  # fmt: skip
-
-        found = {}
-        for name in _divergences(outputs):
-            if name.startswith("jensen_shannon:"):
-                found[name] = divergences(float(name.partition(":")[2]))[0]
-            elif name not in found:
-                found |= dict(zip(("kl_forward", "kl_reverse"), divergences(), strict=True))
-        return found
 
 
 class ValueRoot:
@@ -144,10 +124,6 @@ def owned(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
 def gathered(feed: Feed, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return outputs at all targets of a row that ranks share, in a row of one rank unchanged."""
     return found if feed.piece is None else {name: feed.piece.gather(values) for name, values in found.items()}
-
-
-def _divergences(outputs: Sequence[str]) -> list[str]:
-    return [name for name in outputs if name in ("kl_forward", "kl_reverse") or name.startswith("jensen_shannon:")]
 
 
 def _rows_of(weight: Tensor, group: Any) -> Vocabulary:

@@ -11,7 +11,8 @@ from attrs.validators import deep_iterable, optional
 
 from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
-from whet.data.model_info import ModelInfo
+from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
+from whet.errors import ConfigError
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
 from whet_megatron.parallel import ParallelConfig
@@ -74,6 +75,9 @@ class MegatronConfig:
     faster. Padding takes no part in any result, and no export has it."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
     """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
+    teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
+    """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary. Both
+    models must have the same vocabulary, and the sizes of `parallel` must divide both."""
     head: Literal["lm", "value"] = "lm"
     """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
     is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
@@ -84,7 +88,8 @@ def outputs(config: MegatronConfig) -> frozenset[str]:
     """Return the names of the outputs of a model with this config."""
     if config.head == "value":
         return frozenset({"values"})
-    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs"})
+    divergences = {"kl_forward", "kl_reverse", "jensen_shannon"} if config.teacher else set()
+    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
 
 
 def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
@@ -92,7 +97,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
     fits = not any(refusals(model))
     return BackendFacts(
         outputs_given=outputs(config),
-        weights_given=frozenset({"policy", *["reference"] * config.reference}),
+        weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
         transports=("shared", "broadcast", "shared-memory", "disk"),
@@ -105,11 +110,15 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
 
 def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank; see `whet_megatron.memory`."""
-    copies = 1 + config.reference
+    copies, multiple = 1 + config.reference, config.vocabulary_multiple
     yield from memory.terms(
-        config.parallel, read(model), model.dtype, ranks, copies, config.vocabulary_multiple,
+        config.parallel, read(model), model.dtype, ranks, copies, multiple,
         sharded=config.optimizer.distributed, trained=trained,
     )  # fmt: skip
+    if config.teacher:  # one that is not here counts as large as the trained model
+        found = teacher_of(config, model)
+        held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)
+        yield MemoryTerm("weights of the teacher", DTYPE_BYTES[model.dtype] * sum(held), change="drop backend.teacher")
 
 
 def layers_note(config: MegatronConfig) -> str:
@@ -130,3 +139,25 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
         yield Problem("use", f"is megatron, and the model {words}; use: fsdp2 may do")
     if not wrong:
         yield from parallel.problems(config.parallel, read(model), config.vocabulary_multiple, ranks)
+    if (teacher := teacher_of(config, model)) is not None:
+        yield from _of_teacher(config, model, teacher, ranks)
+
+
+def teacher_of(config: MegatronConfig, model: ModelInfo) -> ModelInfo | None:
+    """Return the teacher. None: there is none, or its folder is not on this machine."""
+    try:
+        return read_model(config.teacher, model.dtype) if config.teacher else None
+    except ConfigError:
+        return None
+
+
+def _of_teacher(config: MegatronConfig, model: ModelInfo, teacher: ModelInfo, ranks: int) -> Iterator[Problem]:
+    """Yield what the teacher does not allow."""
+    wrong = [f"is a model that {words}" for words in refusals(teacher)]
+    if not wrong:
+        found = parallel.problems(config.parallel, read(teacher), config.vocabulary_multiple, ranks)
+        wrong = [f"backend.{one.path} {one.message} (of the teacher)" for one in found]
+    if teacher.vocab_size != model.vocab_size:
+        sizes = f"{teacher.vocab_size} tokens, the model that is trained {model.vocab_size}"
+        wrong.append(f"has a vocabulary of {sizes}; they must share one")
+    yield from (Problem("teacher", words) for words in wrong[:1])

@@ -12,7 +12,7 @@ One call of `train`:
     clip, AdamW
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from whet_megatron.config import outputs as known_outputs
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.feed import Feed
 from whet_megatron.held import HeldModels
-from whet_megatron.passes import Passes
+from whet_megatron.passes import Passes, Teacher
+from whet_ops.head_outputs import wanted_divergences
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import clock
@@ -70,7 +71,7 @@ class Worker(HeldModels, LossWorker):
         """Return the seconds of each phase. Those of the backward pass include waiting for other stages."""
         if not self._first:
             return {}
-        forward, role = passes.forward_seconds, self._ranks.role
+        forward, role = passes.forward.seconds(), self._ranks.role
         laps = {"forward": forward, "backward": passed - begun - forward, "optimizer": clock(self._device) - passed}
         return {f"seconds/{role}.{phase}": metrics.total(seconds) for phase, seconds in laps.items()}
 
@@ -91,7 +92,7 @@ class Worker(HeldModels, LossWorker):
             return objective
 
         feeds = [self._feed(part, batch) for part in parts]
-        passes.run(feeds, loss.outputs, finish, backward=backward)
+        passes.run(feeds, loss.outputs, finish, backward=backward, teachers=self._taught(feeds, loss.outputs))
         total = float(torch.stack(values).double().sum()) if values else 0.0
         return total, metrics.detached(metrics.merge(found))
 
@@ -131,8 +132,13 @@ class Worker(HeldModels, LossWorker):
 
         feeds = [self._feed(part, batch) for part in parts]
         if feeds:
-            self._passes(model).run(feeds, outputs, finish, backward=False)
+            self._passes(model).run(feeds, outputs, finish, backward=False, teachers=self._taught(feeds, outputs))
         return found
+
+    def _taught(self, feeds: list[Feed], outputs: Sequence[str]) -> list[Teacher]:
+        """Return what the teacher computes for each pass, if outputs are wanted that need it."""
+        wanted = wanted_divergences(outputs)
+        return self._passes(self._frozen["teacher"]).taught(feeds) if wanted and feeds else []
 
     def live(self, batch: Batch | None, loss: Spec) -> Any:
         """Return which sequences [B] of a batch can change the loss. The driver reads it from the last stage."""

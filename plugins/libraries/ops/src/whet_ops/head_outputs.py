@@ -2,14 +2,14 @@
 
 from __future__ import annotations  # the site is built without torch
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whet.errors import WhetError
-from whet_ops.logprobs import token_logprobs, top_logprobs
+from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 
 
 def head_outputs(
@@ -43,3 +43,32 @@ def _at_tokens(
     if logprobs.ndim == 2:
         found = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
     return found if entropy is None else {**found, "entropy": entropy}
+
+
+def divergences(
+    outputs: Sequence[str], hidden: Tensor, weight: Tensor, teacher: Mapping[str, Any], terms: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the wanted divergences between a model and a teacher: [M] each, of `kl_forward`, `kl_reverse` and
+    `jensen_shannon:B`.
+
+    `teacher`: its `hidden` [M, H'], `weight` [V, H'] and, if there is one, `bias`. `terms` are further arguments of
+    `whet_ops.logprobs.distribution_kl`.
+    """
+
+    def computed(beta: float | None = None) -> tuple[Tensor, ...]:
+        return distribution_kl(
+            hidden, weight, teacher["hidden"], teacher["weight"], other_bias=teacher.get("bias"), beta=beta, **terms
+        )
+
+    found: dict[str, Tensor] = {}
+    for name in wanted_divergences(outputs):
+        if name.startswith("jensen_shannon:"):
+            found[name] = computed(float(name.partition(":")[2]))[0]
+        elif name not in found:
+            found |= dict(zip(("kl_forward", "kl_reverse"), computed(), strict=True))
+    return found
+
+
+def wanted_divergences(outputs: Sequence[str]) -> list[str]:
+    """Return the outputs for which a teacher is needed."""
+    return [name for name in outputs if name in ("kl_forward", "kl_reverse") or name.startswith("jensen_shannon:")]

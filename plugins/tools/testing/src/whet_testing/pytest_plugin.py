@@ -54,17 +54,21 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: 
 def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
     """Return a function that returns the folder of a random model. Each model is made once in a session.
 
-    The function takes the family, whether embeddings are tied, the seed of the weights and the hidden size.
+    The function takes the family, whether embeddings are tied, the seed of the weights, the hidden size, and the
+    positions of a context.
     """
     from whet_start.small_models import make_model
 
-    made: dict[tuple[str, bool, int, int], Path] = {}
+    made: dict[tuple[str, bool, int, int, int], Path] = {}
 
-    def folder(family: str = "qwen3", *, tied: bool = True, seed: int = 0, hidden: int = 64) -> Path:
-        key = (family, tied, seed, hidden)
+    def folder(
+        family: str = "qwen3", *, tied: bool = True, seed: int = 0, hidden: int = 64, max_positions: int = 256
+    ) -> Path:
+        key = (family, tied, seed, hidden, max_positions)
         if key not in made:
             where = tmp_path_factory.mktemp("model")
-            made[key] = make_model(where, tiny_tokenizer, family=family, tied=tied, seed=seed, hidden=hidden)
+            options: Any = {"family": family, "tied": tied, "seed": seed, "hidden": hidden}
+            made[key] = make_model(where, tiny_tokenizer, max_positions=max_positions, **options)
         return made[key]
 
     return folder

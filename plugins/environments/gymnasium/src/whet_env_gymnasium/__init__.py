@@ -1,0 +1,1 @@
+"""Environments of Gymnasium, played as text."""

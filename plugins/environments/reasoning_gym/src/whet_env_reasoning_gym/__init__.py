@@ -1,0 +1,1 @@
+"""The data sets of reasoning-gym as environments."""
