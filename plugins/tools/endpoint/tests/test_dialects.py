@@ -241,7 +241,8 @@ def play(agent: Agent, generator: Any, chat: Any = None, **section: Any) -> Epis
 
     assignment = Assignment(Route("foreign", Foreign(), "train"), Task("hello"), 3, 7)
     endpoints = InstalledEndpoints(EndpointSection(**section), extras=frozenset({"progress", "likeliest"}))
-    player = make_player(generator, chat, sampling=Sampling(max_tokens=300), endpoints=endpoints)
+    sampling = Sampling(max_tokens=300)
+    player = make_player(generator, chat, sampling=sampling, endpoints=endpoints, deadline_seconds=60.0)
     return asyncio.run(player.episode(assignment, 0))
 
 

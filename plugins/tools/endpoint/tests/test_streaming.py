@@ -64,6 +64,8 @@ def streamed(
         "the EN and then END of it\n\nall",
         "  spaces around  ",
         "< not a tag, <think neither",
+        "an end </think> of what was not begun",
+        "</think>begun and ended by the template",
         "",
     ],
 )

@@ -30,6 +30,12 @@ class Shape:
     special: bool
     """Whether a mark of the format is a special token, so that text decoded without special tokens lacks it."""
 
+    def reasons(self, text: str) -> bool:
+        """Return whether a response begins in reasoning, or with a tag of it. If not, a stream shows it as text."""
+        tags, begun = self.format.reasoning, text.lstrip()
+        marks = tuple(mark for mark in (tags.open, tags.close) if mark) if tags else ()
+        return tags is not None and (tags.opened or begun.startswith(marks))
+
     def text(self, chat: Chat, tokens: IntArray) -> str:
         """Return the text of tokens, without a stop token at their end."""
         ended = len(tokens) > 0 and int(tokens[-1]) in chat.stop_tokens
@@ -70,7 +76,8 @@ def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: C
     stop = next((stop for stop in request.stops if whole.startswith(stop, len(text))), "")
     if shape is None:
         return Choice(prompt, completion, text, stop=stop)
-    said = shape.format.read(text, request.tools if request.reads_calls else ())
+    form = shape.format if shape.reasons(text) else evolve(shape.format, reasoning=None)
+    said = form.read(text, request.tools if request.reads_calls else ())
     calls = with_ids(said.calls, prompt, completion.tokens)
     return Choice(prompt, completion, said.text, calls, said.reasoning, stop)
 

@@ -77,8 +77,8 @@ class RunningText:
 
     def _new(self, reasoning: str, text: str) -> Iterator[Piece]:
         for i, part in enumerate((reasoning, text)):
-            # Nothing that was sent can be taken back. A response that ends its reasoning without having begun it, in
-            # the middle of its text, gets here; the record has the tokens either way.
+            # Nothing that was sent can be taken back. Tokenizers whose text of a token depends on tokens far before it
+            # might get here; the record has the tokens either way.
             if part.startswith(self._sent[i]) and len(part) > len(self._sent[i]):
                 new, self._sent[i] = part[len(self._sent[i]) :], part
                 yield Piece(new, reasons=i == 0)
@@ -112,12 +112,11 @@ def _parted(text: str, shape: Shape) -> tuple[str, str | None]:
     begun, inside = text.lstrip(), tags.opened
     if tags.open and begun.startswith(tags.open):
         text, inside = begun[len(tags.open) :], True
-    elif tags.open and tags.open.startswith(begun):
-        return "", None  # it may become the tag
+    elif not inside and not begun.startswith(tags.close):
+        # It may still become a tag. Otherwise it is text for good: what was sent as text cannot become reasoning.
+        return ("", None) if tags.open.startswith(begun) or tags.close.startswith(begun) else ("", text)
     before, closed, after = text.partition(tags.close)
-    if closed:
-        return before.strip(), after.lstrip("\n")
-    return (_without_partial(text, (tags.close,)), None) if inside else ("", text)
+    return (before.strip(), after.lstrip("\n")) if closed else (_without_partial(text, (tags.close,)), None)
 
 
 def _before(text: str, marks: tuple[str, ...]) -> str:
