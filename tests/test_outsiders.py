@@ -29,29 +29,6 @@ from whet_testing.contracts.loss import LossContract
 
 HERE = Path(__file__).resolve().parent
 PLUGINS = HERE.parent / "examples" / "plugins"
-SUMS = """
-import verifiers.v1 as vf
-
-__all__ = ["Sums"]
-
-class Data(vf.TaskData):
-    answer: str
-
-class Sum(vf.Task[Data]):
-    @vf.reward
-    async def correct(self, trace) -> float:
-        return float(trace.last_reply == self.data.answer)
-
-    @vf.reward(weight=0.1)
-    async def short(self, trace) -> float:
-        return float(len(trace.last_reply) < 5)
-
-class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
-    def load(self):
-        for n in range(1, 41):
-            data = Data(prompt=f"{n} + {n}?", system_prompt="The number alone.", answer=str(2 * n))
-            yield Sum(data, self.config.task)
-"""
 
 
 def plugin(name):
@@ -60,13 +37,6 @@ def plugin(name):
 
 def needs(module, distribution):
     return pytest.mark.skipif(find_spec(module) is None, reason=f"needs `pip install {distribution}`")
-
-
-@pytest.fixture
-def sums(tmp_path, monkeypatch):
-    """A taskset of verifiers in a module that can be imported."""
-    (tmp_path / "whet_sums.py").write_text(SUMS)
-    monkeypatch.syspath_prepend(tmp_path)
 
 
 @needs("reasoning_gym", "reasoning-gym")
@@ -92,18 +62,6 @@ class TestGymnasium(EnvironmentContract):
 
     def gold(self, task):
         return ["down", "down", "right", "right", "down", "right"]
-
-
-@needs("verifiers.v1" if find_spec("verifiers") else "verifiers", "'verifiers>=0.4'")
-@pytest.mark.usefixtures("sums")
-class TestVerifiers(EnvironmentContract):
-    full_reward = 1.1
-
-    def make(self):
-        return plugin("verifiers_tasks").Verifiers(plugin("verifiers_tasks").VerifiersConfig("whet_sums"))
-
-    def gold(self, task):
-        return str(2 * (task.data["index"] + 1))
 
 
 def doubled(config):
@@ -243,16 +201,11 @@ def test_grpo_trains_with_a_part_of_ones_own(train, name, key, component, metric
             "gymnasium_games", {"use": "gymnasium", "game": "FrozenLake-v1", "turns": 2}, "understood",
             marks=needs("gymnasium", "gymnasium"),
         ),
-        pytest.param(
-            "verifiers_tasks", {"use": "verifiers", "taskset": "whet_sums"}, "short",
-            marks=needs("verifiers", "'verifiers>=0.4'"),
-        ),
         ("no_repeats", {"use": "no-repeats", "environment": "climbing"}, "repeated"),
         ("no_repeats", {"use": "no-repeats", "environment": "duel"}, "repeated"),
         ("no_repeats", {"use": "no-repeats", "environment": "ranked"}, "rank"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("sums")
 def test_the_rewards_of_an_environment_reach_the_run(train, name, environment, reward):
     assert len(column(train(name, environments=[environment]), f"reward/{reward}")) == 2
 
@@ -331,7 +284,7 @@ def test_a_model_behind_an_address_can_be_evaluated(config, tmp_path, monkeypatc
 
 
 CONCEPTS = {
-    "reasoning_gym_tasks": 5, "gymnasium_games": 4, "verifiers_tasks": 4, "no_repeats": 6, "topr": 5,
+    "reasoning_gym_tasks": 5, "gymnasium_games": 4, "no_repeats": 6, "topr": 5,
     "narrowing_clip": 5, "running_scale": 4, "retired_tasks": 3, "sqlite_logger": 2, "plateau": 3, "raft": 7,
     "online_dpo": 7, "table_model": 12, "openai_service": 5,
 }  # fmt: skip

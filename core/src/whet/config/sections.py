@@ -22,6 +22,7 @@ from whet.component import Kind, Selection
 from whet.config.bounds import (
     BYTES,
     FACTOR,
+    GIB,
     GROUP,
     PROCESSES,
     RECORDS,
@@ -155,6 +156,13 @@ class EnvironmentSection:
     """For evaluation: replaces `evaluation.majority_at`."""
     passing: PassingSection | None = None
     """For evaluation: replaces `evaluation.passing`."""
+    processes: int = field(default=0, validator=between(0, PROCESSES))
+    """Number of worker processes in which its episodes are played; one that crashes or hangs is replaced, and its
+    episodes are played again. 0: they are played by the driver, or in one process if `python` is given."""
+    python: str = field(default="", metadata={"names_path": True})
+    """The Python environment of these processes, if it is not the driver's: as in `cluster.python`."""
+    memory_gib: float = field(default=0.0, validator=between(0, GIB))
+    """Most memory of each of these processes. An episode that asks for more fails. 0: no limit."""
 
 
 @frozen

@@ -15,7 +15,9 @@ from whet.plugins.catalog import catalog, install_words
 READER = ("whet.data", "data-files", "data files are read")
 PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
 RESPONSES = ("whet.responses", "responses", "responses are read")
+RECORDER = ("whet.recorders", "token-record", "rollouts are recorded token by token")
 FORECAST = ("whet.forecasts", "memory-forecast", "the peaks of memory are predicted")
+APART = ("whet.environment_processes", "environment-processes", "environments are played in processes of their own")
 """The entry-point group of a feature, the word for it in the catalog, and what it does."""
 
 
@@ -37,6 +39,17 @@ def responses() -> Callable[[Chat], ResponseReader] | None:
     return None if _missing(*RESPONSES) else _load("", *RESPONSES)
 
 
+def missing_recorder() -> str:
+    """Return why no tokens are recorded and what to install, as the end of a sentence. Empty: they are."""
+    return _missing(*RECORDER)
+
+
+def load_recorder() -> Callable[..., Any]:
+    """Return what builds the recorder of tokens. Raises `PluginError` with what to install."""
+    made: Callable[..., Any] = _load("no tokens are recorded", *RECORDER)
+    return made
+
+
 def missing_probe() -> str:
     """Return why weight syncs cannot be checked and what to install, as the end of a sentence. Empty: they can be."""
     return _missing(*PROBE)
@@ -45,6 +58,17 @@ def missing_probe() -> str:
 def load_probe() -> Callable[..., Probe]:
     """Return what builds the probe. Raises `PluginError` with what to install."""
     made: Callable[..., Probe] = _load("weight syncs cannot be checked", *PROBE)
+    return made
+
+
+def missing_processes() -> str:
+    """Return why environments cannot have processes and what to install, as the end of a sentence. Empty: they can."""
+    return _missing(*APART)
+
+
+def load_apart() -> Callable[..., Any]:
+    """Return what builds an environment in processes of its own. Raises `PluginError` with what to install."""
+    made: Callable[..., Any] = _load("environments cannot have processes of their own", *APART)
     return made
 
 

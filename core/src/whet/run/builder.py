@@ -24,6 +24,7 @@ from whet.interfaces.logger import Event, RunInfo
 from whet.interfaces.state import Components
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
+from whet.plugins.features import load_recorder, missing_recorder
 from whet.plugins.registry import validate
 from whet.run import checkpoint
 from whet.run.background import Background
@@ -42,7 +43,7 @@ from whet.run.weight_sync import make_probe
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from whet.config.sections import RunSection
+    from whet.config.sections import RecordSection, RunSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
@@ -71,7 +72,6 @@ def begin(prepared: Prepared, attempt: Attempt) -> Begun:
 
 def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflineParts | OnlineParts:
     """Build all parts of a run. Its models have the weights of its last checkpoint, the generator among them."""
-    from whet.rollout.recorder import make_recorder
     from whet.run.steps import Steps
 
     config, run, roles, folder, inputs = prepared.config, begun.run, prepared.roles, attempt.folder, begun.inputs
@@ -115,7 +115,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         )
         evaluate = _evaluation(evaluator, attempt, models.turns, stream, run.total)
     recording = models.within_turn(timed(attempt.spans, names={"score": "record"}))
-    recorder = make_recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat.pieces)
+    recorder = _recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat.pieces, folder)
     served, per_step = ExitStack(), roles.algorithm.records_per_step
     sinks = _sinks(
         attempt, begun, models, stream, recorder, evaluate, probe, config.run, per_step, served.close, components
@@ -205,6 +205,19 @@ def _evaluation(
         return result.metrics
 
     return evaluate
+
+
+def _recorder(section: "RecordSection", outputs: Any, backend: Any, pieces: Any, folder: Any) -> "Recorder":
+    """Return the recorder of episodes. Without a distribution that records tokens, the journal states it."""
+    from whet.rollout.recorder import MessageRecorder
+
+    missing = missing_recorder()
+    if not missing:
+        made: Recorder = load_recorder()(section, outputs, backend, pieces)
+        return made
+    if section.every:
+        folder.journal("no_tokens", why=missing)
+    return MessageRecorder()
 
 
 def _sinks(

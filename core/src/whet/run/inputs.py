@@ -14,11 +14,11 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.features import reader, responses
+from whet.plugins.features import load_apart, reader, responses
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
-    from whet.config.sections import EnvironmentSection, SamplingSection
+    from whet.config.sections import DeadlinesSection, EnvironmentSection, SamplingSection
     from whet.data.chat import ChatTokenizer
     from whet.data.spans import Spans
     from whet.interfaces.data import OfflineData
@@ -79,6 +79,7 @@ def read_inputs(
                 entry,
                 entry.split or DEFAULT_SPLIT[path],
                 *([{name: role_for(name) for name in needs}] if needs else []),
+                deadlines=config.cluster.deadlines,
             )
             closers.append(route.environment.close)
             yield route
@@ -103,11 +104,16 @@ def read_inputs(
     )
 
 
-def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:
+def build_route(
+    entry: "EnvironmentSection", split: str, *roles: Any, deadlines: "DeadlinesSection | None" = None
+) -> Route:  # fmt: skip
     """Build an environment, with the scorers of the roles that it asks for. Errors name the environment."""
     name = entry.name or entry.component.name
     try:
-        environment = build_selection(entry.component, *roles)
+        if entry.python or entry.processes:
+            environment = load_apart()(entry, name, deadlines, *roles)
+        else:
+            environment = build_selection(entry.component, *roles)
         sampling = partial(_sampling, entry.sampling)
         route = Route(name, environment, split, entry.weight, entry.group_size, sampling, entry.samples, entry.limit)
         try:

@@ -40,6 +40,7 @@ DTYPES: Final = {
 RECORDS: Final = {
     "Text": "whet.data.messages",
     "Image": "whet.data.messages",
+    "Call": "whet.data.messages",
     "Message": "whet.data.messages",
     "Task": "whet.data.records",
     "Sampling": "whet.data.records",

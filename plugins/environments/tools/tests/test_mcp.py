@@ -199,6 +199,31 @@ def test_servers_of_the_official_package_work_over_stdio_and_http(tmp_path, monk
         made(tmp_path, mcp={"web": web})
 
 
+@pytest.mark.slow
+def test_a_bad_server_over_http_is_named_and_counted_and_the_run_goes_on(tmp_path, short_grace, no_orphans):
+    program = str(Path(__file__).with_name("http_server.py"))
+    http = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        url = f"http://127.0.0.1:{int(http.stdout.readline())}/mcp"
+        environment = made(tmp_path, mcp={"web": {"url": url, "call_seconds": 0.5, "memory_mib": 512}})
+
+        async def all_faults():
+            for name in ("hang", "garbage", "fail", "drop", "endless"):
+                begin = time.monotonic()
+                rewards, results = await episode(environment, call(name), call("echo"), "no")
+                assert f"The call of {name} failed: " in results[0] or rewards["wrong_calls"] == 1.0, results
+                assert "start" in results[1], name
+                assert time.monotonic() - begin < 60, name
+
+        try:
+            asyncio.run(all_faults())
+        finally:
+            environment.close()
+    finally:
+        http.kill()
+        http.wait()
+
+
 def test_secrets_reach_only_the_server_that_names_them(tmp_path, monkeypatch):
     monkeypatch.setenv("A_SECRET", "s")
     program = (

@@ -15,6 +15,7 @@ from whet.data.chat import ChatTokenizer  # noqa: E402
 from whet.data.messages import Call, Message  # noqa: E402
 from whet.data.records import Episode, Sampling, Task  # noqa: E402
 from whet.interfaces.environment import Model  # noqa: E402
+from whet.plugins.features import responses  # noqa: E402
 from whet.rollout.recorded import Assignment  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
 from whet_testing.fakes import FakeGenerator, FakeModel  # noqa: E402
@@ -191,16 +192,23 @@ def test_a_model_that_knows_no_tools_refuses_them_and_the_episode_goes_on(tiny_m
     assert play(agent, FakeGenerator("yes", chat), chat).turns == 1
 
 
-def test_a_template_that_rewrites_history_with_tools_begins_another_sequence(tiny_model_folder: Path) -> None:
+def test_where_a_template_rewrites_history_the_conversation_goes_on_in_another_sequence(
+    tiny_model_folder: Path,
+) -> None:
     forgetful = TEMPLATE.replace("{{ m.content or '' }}", "{{ '' if m.role == 'assistant' else m.content }}")
-    chat = ChatTokenizer(tiny_model_folder, forgetful)
+    chat = ChatTokenizer(tiny_model_folder, forgetful, responses=responses())
+    generator = FakeGenerator([f"I add. {CALL}", "It is 7."], chat)
 
     async def agent(ask: Any) -> None:
         (choice,) = (await ask([HELLO])).choices
-        await ask([HELLO, choice.message, {"role": "tool", "content": "7", "tool_call_id": "1"}])
+        (call,) = choice.message.tool_calls
+        await ask([HELLO, choice.message, {"role": "tool", "content": "7", "tool_call_id": call.id}])
 
-    first, second = play(agent, FakeGenerator(CALL, chat), chat).trajectories
-    assert [chat.decode(t.tokens[t.loss_mask]) for t in (first, second)] == [CALL, CALL]
+    first, second = play(agent, generator, chat).trajectories
+    assert chat.decode(first.tokens[first.loss_mask], skip_special=False) == f"I add. {CALL}<|im_end|>"
+    assert chat.decode(second.tokens[second.loss_mask], skip_special=False) == "It is 7.<|im_end|>"
+    assert (first.part, second.part) == (0, 1)
+    assert "I add" not in chat.decode(second.tokens)
 
 
 def test_a_stream_of_calls_adds_up_for_openais_client() -> None:

@@ -30,12 +30,6 @@ class Shape:
     special: bool
     """Whether a mark of the format is a special token, so that text decoded without special tokens lacks it."""
 
-    @property
-    def call_marks(self) -> tuple[str, ...]:
-        """Return the texts with which calls begin. Empty: a response with calls has nothing else in it."""
-        frame = getattr(self.format.calls, "frame", None)
-        return (*frame.opening, frame.marker) if frame is not None and frame.marker and not frame.leading else ()
-
     def text(self, chat: Chat, tokens: IntArray) -> str:
         """Return the text of tokens, without a stop token at their end."""
         ended = len(tokens) > 0 and int(tokens[-1]) in chat.stop_tokens
@@ -50,7 +44,7 @@ def shape_of(chat: Chat) -> Shape:
     if chat not in _SHAPES:
         found = response_format(chat)
         tags = (found.reasoning.open, found.reasoning.close) if found.reasoning else ()
-        marks = (*tags, *Shape(found, special=False).call_marks, found.lead, *found.tail)
+        marks = (*tags, *found.marks, found.lead, *found.tail)
         hidden = any(mark not in chat.decode(chat.encode(mark)) for mark in marks if mark)
         _SHAPES[chat] = Shape(found, special=hidden or found.channels)
     return _SHAPES[chat]

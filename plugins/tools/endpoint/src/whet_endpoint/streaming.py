@@ -86,22 +86,22 @@ class RunningText:
 
 def _certain(text: str, shape: Shape, reads_calls: bool) -> tuple[str, str]:
     """Return the reasoning and the text of a response so far, without an end that the next tokens may change."""
-    frame = getattr(shape.format.calls, "frame", None)
-    if shape.format.channels or (reads_calls and (frame is None or frame.leading)):
+    form = shape.format
+    if form.channels or (reads_calls and form.calls is not None and form.calls.frame.leading):
         return "", ""  # such a response is told apart at its end
-    calls = shape.call_marks if reads_calls else ()
+    calls = form.marks if reads_calls else ()
     reasoning, rest = _parted(text, shape)
     if rest is None:
         return _before(reasoning, calls).strip(), ""
     if reads_calls and not calls and rest.lstrip().startswith(CALLS_ALONE):
         return reasoning, ""
-    begun, lead = rest.lstrip(), shape.format.lead
+    begun, lead = rest.lstrip(), form.lead
     if lead and begun.startswith(lead):
         rest = begun[len(lead) :]
     elif (lead and lead.startswith(begun)) or not begun:
         return reasoning, ""
-    text = _before(rest, (*calls, *shape.format.tail[:1]))
-    return reasoning, text.rstrip() if reads_calls or shape.format.tail else text
+    text = _before(rest, (*calls, *form.tail[:1]))
+    return reasoning, text.rstrip() if reads_calls or form.tail else text
 
 
 def _parted(text: str, shape: Shape) -> tuple[str, str | None]:

@@ -8,7 +8,7 @@ import pytest
 from whet.config.sections import RecordSection
 from whet.data.records import Episode, Group, Trajectory
 from whet.rollout.collate import collate, record
-from whet.rollout.recorder import Recorder
+from whet_report.recorder import TokenRecorder
 
 
 def trajectory(prompt: int, answer: int, version: int = 0) -> Trajectory:
@@ -48,7 +48,7 @@ def played(groups, section=None, columns=None, step=1, score=None):
         asked.append(part)
         return np.where(part["loss_mask"], part["tokens"] / -64, 0).astype(np.float32)
 
-    recorder = Recorder(section or RecordSection(), score or trainer, pieces)
+    recorder = TokenRecorder(section or RecordSection(), score or trainer, pieces)
     recorder.taken(step, batch)
     rows = recorder.rows(groups, batch.with_columns(**(columns(batch) if columns else {})))()
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_become_null(groups):
 
 def test_a_batch_that_the_algorithm_cut_gives_no_columns(groups):
     batch = collate(groups, {"sums": 1.0})
-    recorder = Recorder(RecordSection(), None, pieces)
+    recorder = TokenRecorder(RecordSection(), None, pieces)
     recorder.taken(1, batch)
     cut = batch.take([0, 1]).with_columns(advantages=np.ones(2, np.float32))
     rows = recorder.rows(groups, cut)()
@@ -148,7 +148,7 @@ def test_every_episode_has_its_advantage_over_all_of_its_sequences(groups, step)
 
 def test_what_the_algorithm_says_of_other_sequences_is_no_advantage_of_these(groups):
     batch = collate(groups, {"sums": 1.0})
-    recorder = Recorder(RecordSection(every=0), None, pieces)
+    recorder = TokenRecorder(RecordSection(every=0), None, pieces)
     assert not any("advantage" in row for row in recorder.rows(groups, batch)())
     some = batch.take([0, 1, 2]).with_columns(advantages=np.ones(3, np.float32))
     assert not any("advantage" in row for row in recorder.rows(groups, some)())

@@ -1,0 +1,1 @@
+"""Environments of verifiers: tasksets with their rubrics."""

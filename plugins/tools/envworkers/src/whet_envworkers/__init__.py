@@ -1,0 +1,1 @@
+"""Environments in worker processes, and in Pythons of their own."""

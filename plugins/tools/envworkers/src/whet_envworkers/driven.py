@@ -1,0 +1,123 @@
+"""What an episode in a worker process asks of the driver: its sequences, endpoints and roles."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from whet.errors import ContextFull, EpisodeError
+from whet.interfaces.environment import Address, Model
+from whet_envworkers.messages import Message, failure
+
+
+class Driven:
+    """What an episode in a process asks of the driver: its sequences, endpoints and roles."""
+
+    def __init__(self, model: Model | None, roles: Mapping[str, Any]) -> None:
+        self._sequences = {} if model is None else {0: model}
+        self._roles = roles
+        self._open: dict[str, _Endpoint] = {}
+        self._asked: dict[asyncio.Task[Any], int] = {}
+        self._keys = itertools.count(1)
+
+    async def __aenter__(self) -> "Driven":
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        tasks = [*self._asked, *(endpoint.task for endpoint in self._open.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def take(self, message: Message) -> None:
+        """Carry a message out, or begin to."""
+        match message["do"]:
+            case "fork":
+                self._sequences[message["new"]] = self._of(message).fork(message["agent"])
+            case "tools":
+                self._sequences[message["new"]] = self._of(message).with_tools(tuple(message["tools"]))
+            case "reward":
+                where = message["tokens"]
+                tokens = None if where is None else (where[0], where[1])
+                self._of(message).reward(message["name"], message["value"], of=message["address"], tokens=tokens)
+            case "record":
+                self._of(message).record(message["name"], message["value"])
+            case "shut" if "id" not in message:
+                await self._open.pop(message["key"]).shut()
+            case _:
+                task = asyncio.ensure_future(self._answer(message))
+                self._asked[task] = message["id"]
+
+    def check(self) -> None:
+        """Raise the error with which the model failed at an endpoint, which is the cause of what its agent met."""
+        for endpoint in self._open.values():
+            if endpoint.task.done() and not endpoint.task.cancelled() and (error := endpoint.task.exception()):
+                raise error
+
+    async def answers(self) -> list[tuple[int, Any]]:
+        """Return the answers that are there, at least one if any is wanted. Raises what ends the episode."""
+        if not self._asked:
+            return []
+        done, _ = await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
+        return [(self._asked.pop(task), task.result()) for task in done]
+
+    async def _answer(self, message: Message) -> Mapping[str, Any]:
+        try:
+            return {"value": await self._value(message)}
+        except ContextFull as error:  # an environment may go on without a response
+            return {"failed": failure(error)}
+
+    async def _value(self, message: Message) -> Any:
+        match message["do"]:
+            case "reply":
+                settings = message["settings"]
+                return await self._of(message).reply(message["messages"], **settings)
+            case "role":
+                method = getattr(self._roles[message["name"]], {"value": "value", "reply": "reply"}[message["method"]])
+                return await method(message["messages"], **message["settings"])
+            case "open":
+                endpoint, key = _Endpoint(self._of(message).endpoint(ignore=message["ignore"])), str(next(self._keys))
+                self._open[key] = endpoint
+                address = await endpoint.address()
+                return {
+                    "base_url": address.base_url, "api_key": address.api_key, "model": address.model, "key": key,
+                }  # fmt: skip
+            case "shut":
+                endpoint = self._open.pop(message["key"])
+                found = (await endpoint.address()).conversations()
+                await endpoint.shut()
+                return [list(conversation) for conversation in found]
+            case unknown:
+                raise EpisodeError(f"its process asks for {unknown!r}, which this driver does not know")
+
+    def _of(self, message: Message) -> Model:
+        if message["of"] not in self._sequences:
+            raise EpisodeError("it asks the model where there is none: the rewards of a group have no episode")
+        return self._sequences[message["of"]]
+
+
+class _Endpoint:
+    """An endpoint that is open until `shut`. One task enters and leaves it, because it may cancel the one it is in."""
+
+    def __init__(self, opened: AbstractAsyncContextManager[Address]) -> None:
+        self._shut, self._entered = asyncio.Event(), asyncio.get_running_loop().create_future()
+        self.task: asyncio.Task[None] = asyncio.ensure_future(self._host(opened))
+
+    async def address(self) -> Address:
+        """Return the address once it is open. Raises the error of an endpoint that cannot be opened."""
+        await asyncio.wait([self.task, self._entered], return_when=asyncio.FIRST_COMPLETED)
+        if not self._entered.done():
+            await self.task
+        address: Address = await self._entered
+        return address
+
+    async def shut(self) -> None:
+        """Close it. Raises the error with which the model failed meanwhile."""
+        self._shut.set()
+        await self.task
+
+    async def _host(self, opened: AbstractAsyncContextManager[Address]) -> None:
+        async with opened as address:
+            self._entered.set_result(address)
+            await self._shut.wait()

@@ -1,0 +1,38 @@
+"""The hooks of this plugin: Pythons of environments are checked before a run."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from whet import hookimpl
+from whet.component import Problem
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config, EnvironmentSection
+
+
+@hookimpl
+def whet_check_config(config: "Config") -> Iterable[Problem]:
+    """Yield a problem for each Python of an environment that is not there, or in which it cannot be played."""
+    for path, sections in (
+        ("environments", config.environments),
+        ("evaluation.environments", config.evaluation.environments),
+    ):
+        for i, section in enumerate(sections):
+            if section.python:
+                yield from (Problem(f"{path}.{i}.python", words) for words in _unfit(section))
+
+
+def _unfit(section: "EnvironmentSection") -> list[str]:
+    """Return why an environment cannot be played in its Python. Empty: it can."""
+    from whet.runtime.interpreters import faults, find, normal, probe, versions
+    from whet.runtime.process import extra_folders
+
+    target, offered = section.component.component.target, section.component.distribution
+    modules = ["whet_envworkers", *([] if target.startswith("file:") else [target.partition(":")[0]])]
+    held = versions((offered, "whet-envworkers"))
+    wanted = {name: held[normal(name)] for name in (offered, "whet-envworkers") if normal(name) in held}
+    try:
+        return faults(probe(find(section.python), modules, list(wanted), extra_folders()), wanted)
+    except ConfigError as error:
+        return error.problems

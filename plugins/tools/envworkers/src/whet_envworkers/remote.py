@@ -1,0 +1,247 @@
+"""An environment whose episodes are played in worker processes, as the driver of a run sees it.
+
+    rollouts ── run(task, model) ──> RemoteEnvironment ── begin, advance ──> EnvironmentWorker ── run ──> environment
+    RecordedModel <── reply, reward, fork ─┘     <── what it asks of the model ──┘
+
+The model, its recorder and the roles stay with the driver. What can go wrong in a process, and what follows:
+
+    the environment raises                       the error of the episode, as if it were played by the driver
+    its process dies, or silences its heartbeat  the process is replaced; its episodes fail as infrastructure, which is
+                                                 played again and counted (`rollout.infrastructure_retries`)
+    an episode misses `cluster.deadlines.episode`    it is cancelled; where its process does not obey within
+                                                 `CANCEL_SECONDS`, because its code hangs, the process is replaced too
+"""
+
+import asyncio
+import itertools
+import logging
+import shutil
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from whet.config.build import to_spec
+from whet.config.cluster import DeadlinesSection
+from whet.data.messages import Conversation
+from whet.data.records import Episode, Task
+from whet.errors import ConfigError, InfrastructureError, WorkerError, WorkerLost
+from whet.interfaces.environment import Model
+from whet.interfaces.undecided import note
+from whet.runtime.interpreters import find
+from whet.runtime.local import LocalCluster
+from whet.runtime.watchdog import watchdog
+from whet_data.generated import GeneratedTasks
+from whet_envworkers.driven import Driven
+from whet_envworkers.messages import Message, raised
+
+if TYPE_CHECKING:
+    from whet.config.sections import EnvironmentSection
+
+logger = logging.getLogger(__name__)
+
+WORKER = "whet_envworkers.worker:EnvironmentWorker"
+CANCEL_SECONDS = 10.0
+"""Time in which a process must end an episode that is cancelled."""
+ANSWER_SECONDS = 30.0
+"""Time in which a process must state the final answer of an episode."""
+KEPT_TASKS = 4096
+
+
+class RemoteEnvironment:
+    """An environment in worker processes. Obeys `whet.interfaces.environment.Environment`."""
+
+    final_answer: Callable[[Conversation], str | None]
+    group_rewards: Callable[[Task, Sequence[Episode]], Any]
+
+    def __init__(
+        self, section: "EnvironmentSection", name: str, deadlines: DeadlinesSection | None = None,
+        roles: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Start the processes, and build the environment in each. Raises `WorkerError` where it cannot be built."""
+        self._name, self._roles = name, dict(roles or {})
+        self._deadlines = deadlines or DeadlinesSection()
+        self._size, self._closed = max(1, section.processes), False
+        self._folder = Path(tempfile.mkdtemp(prefix="whet-environment-"))
+        watchdog().guard("folder", str(self._folder))
+        role = f"environment-{name}"
+        python = {role: str(find(section.python))} if section.python else {}
+        self._cluster = LocalCluster(self._folder, self._deadlines, python=python)
+        try:
+            group = self._cluster.worker_group(role, self._size)
+            memory = int(section.memory_gib * (1 << 30))
+            arguments = {
+                "spec": to_spec(section.component), "name": name, "roles": list(self._roles), "memory_bytes": memory,
+            }  # fmt: skip
+            self._workers = group.spawn(WORKER, arguments)
+            (about, *_) = self._workers.call("about", phase="start")
+            if about["keeps"]:
+                raise ConfigError("it has a curriculum, which processes would not share; remove processes and python")
+        except BaseException:
+            self.close()
+            raise
+        self._weights: dict[str, float] = about["weights"]
+        if about["answers"]:
+            self.final_answer = self._final_answer
+        if about["groups"]:
+            self.group_rewards = self._group_rewards
+        self._locks = [threading.Lock() for _ in range(self._size)]
+        self._starts = [0] * self._size
+        """How often each process was replaced."""
+        self._load = [0] * self._size
+        self._numbers = itertools.count(1)
+        self._tasks: OrderedDict[tuple[str, int], Task] = OrderedDict()
+        self._lengths: dict[str, int] = {}
+        self._abandoning: set[asyncio.Task[None]] = set()
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Return the weights that the environment has."""
+        return self._weights
+
+    @property
+    def replaced(self) -> int:
+        """Return how many processes were replaced so far."""
+        return sum(self._starts)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split, which a process makes when they are needed."""
+        if split not in self._lengths:
+            self._lengths[split] = int(self._ask("count", split, seconds=self._deadlines.start))
+        return GeneratedTasks(self._lengths[split], partial(self._task, split))
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Play an episode in a process. Raises what the environment raises; see the module for what else may happen."""
+        rewards: Mapping[str, float] = await self._play("begin", model, task, attrs.asdict(model.episode))
+        return rewards
+
+    def close(self) -> None:
+        """End the processes."""
+        if not self._closed:
+            self._closed = True
+            self._cluster.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            watchdog().release("folder", str(self._folder))
+
+    def _final_answer(self, messages: Conversation) -> str | None:
+        answer: str | None = self._ask("final_answer", list(messages), seconds=ANSWER_SECONDS)
+        return answer
+
+    async def _group_rewards(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+        found: Sequence[Mapping[str, float]] = await self._play("begin_group", None, task, list(episodes))
+        return found
+
+    def _task(self, split: str, index: int) -> Task:
+        key = (split, index)
+        if key not in self._tasks:
+            self._tasks[key] = self._ask("task", split, index, seconds=self._deadlines.episode)
+            if len(self._tasks) > KEPT_TASKS:
+                self._tasks.popitem(last=False)
+        return self._tasks[key]
+
+    async def _play(self, method: str, model: Model | None, *args: Any) -> Any:
+        """Play what `method` begins in the process that plays the fewest, and return what it ends with."""
+        rank, number = min(range(self._size), key=self._load.__getitem__), next(self._numbers)
+        self._load[rank] += 1
+        driven = Driven(model, self._roles)
+        over = False
+        try:
+            async with driven:
+                messages = await self._call(rank, method, number, *args)
+                while True:
+                    for message in messages:
+                        if message["do"] == "end":
+                            over = True
+                            driven.check()
+                            return self._ended(message)
+                        await driven.take(message)
+                    messages = await self._call(rank, "advance", number, await driven.answers())
+        finally:
+            self._load[rank] -= 1
+            if not over:
+                self._abandon(rank, number)
+
+    def _ended(self, message: Message) -> Any:
+        for reason in message["notes"]:
+            note(reason)
+        if "failed" in message:
+            raise raised(message["failed"])
+        return message["rewards"]
+
+    def _abandon(self, rank: int, number: int) -> None:
+        """End an episode in its process without waiting for it."""
+
+        async def cancel() -> None:
+            with suppress(InfrastructureError):
+                await self._call(rank, "cancel", number, seconds=CANCEL_SECONDS)
+
+        with suppress(RuntimeError):  # the event loop ends
+            task = asyncio.get_running_loop().create_task(cancel())
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
+
+    async def _call(self, rank: int, method: str, *args: Any, seconds: float | None = None) -> Any:
+        """Call a method of one process and return its result.
+
+        Raises `InfrastructureError` if its process is lost, once it is replaced.
+        """
+        loop, starts = asyncio.get_running_loop(), self._starts[rank]
+        done = loop.create_future()
+
+        def settle() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def heard(error: WorkerError | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle)
+
+        limit = self._deadlines.episode if seconds is None else seconds
+        try:
+            pending = self._workers.start_each([rank], method, *args, phase="episode", timeout_seconds=limit)
+            if pending.when(rank, heard):
+                await done
+            return pending.result(rank)
+        except WorkerError as error:
+            if isinstance(error, WorkerLost):
+                await asyncio.to_thread(self._replace, rank, starts, error)
+            raise self._infrastructure(error) from error
+
+    def _ask(self, method: str, *args: Any, seconds: float) -> Any:
+        """Call a sync method of the first process and return its result. If its process is lost, call another one."""
+        starts = self._starts[0]
+        try:
+            (told,) = self._workers.start_on(0, method, *args, phase="episode", timeout_seconds=seconds).result()
+        except WorkerLost as error:
+            self._replace(0, starts, error)
+            try:
+                (told,) = self._workers.start_on(0, method, *args, phase="episode", timeout_seconds=seconds).result()
+            except WorkerError as again:
+                raise self._infrastructure(again) from again
+        except WorkerError as error:
+            raise self._infrastructure(error) from error
+        if "failed" in told:
+            raise raised(told["failed"])
+        return told["value"]
+
+    def _replace(self, rank: int, starts: int, cause: WorkerLost) -> None:
+        """Start a process anew, unless that was done since it was replaced `starts` times."""
+        with self._locks[rank]:
+            if self._closed or self._starts[rank] != starts:
+                return
+            logger.warning(
+                f"environment {self._name!r}: process {rank} was lost and is replaced; its episodes are played again. "
+                f"{cause}"
+            )
+            with suppress(WorkerError):  # the next call meets the loss, and tries again
+                self._workers.restart(rank)
+            self._starts[rank] += 1
+
+    def _infrastructure(self, error: WorkerError) -> InfrastructureError:
+        return InfrastructureError(f"environment {self._name!r}: {error}")

@@ -1,0 +1,155 @@
+"""One environment in a worker process: it plays the episodes that the driver begins.
+
+Episodes are tasks of the worker's event loop. An environment whose code blocks the loop plays one episode at a time in
+each process; `processes` plays more.
+"""
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from whet.component import Spec
+from whet.config.build import build
+from whet.data.messages import Conversation
+from whet.data.records import Episode, Task
+from whet.errors import EpisodeError
+from whet.interfaces.environment import (
+    Adaptive,
+    EpisodeInfo,
+    GroupRewarding,
+    checked_rewards,
+    stated_answer,
+    states_answers,
+)
+from whet.interfaces.state import Stateful
+from whet.interfaces.undecided import noted
+from whet.interfaces.workers import WorkerRank
+from whet.rollout.fail_fast import ungrouped
+from whet_envworkers.messages import Message, failure
+from whet_envworkers.model import Playing, RemoteModel, RemoteRole
+
+_LINGER_SECONDS = 0.05
+"""How long a call waits for the messages of an episode that has asked for something else already."""
+
+
+class EnvironmentWorker:
+    """The environment of one process. Public methods are called by `RemoteEnvironment`."""
+
+    def __init__(self, rank: WorkerRank, spec: Spec, name: str, roles: Sequence[str], memory_bytes: int) -> None:
+        if memory_bytes:
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            least = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (least, hard))
+        self._name = name
+        asked = [{role: RemoteRole(role) for role in roles}] if roles else []
+        self._environment: Any = build(spec, *asked)
+        self._playing: dict[int, tuple[Playing, asyncio.Task[None]]] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Return what the driver must know of the environment."""
+        environment = self._environment
+        return {
+            "weights": {str(name): float(weight) for name, weight in environment.reward_weights.items()},
+            "answers": states_answers(environment),
+            "groups": isinstance(environment, GroupRewarding),
+            "keeps": isinstance(environment, Adaptive | Stateful),
+        }
+
+    def count(self, split: str) -> dict[str, Any]:
+        """Return the number of tasks of a split."""
+        return _told(lambda: len(self._environment.tasks(split)))
+
+    def task(self, split: str, index: int) -> dict[str, Any]:
+        """Return a task of a split."""
+        return _told(lambda: self._environment.tasks(split)[index])
+
+    def final_answer(self, messages: Conversation) -> dict[str, Any]:
+        """Return the final answer of an episode."""
+        return _told(lambda: stated_answer(self._environment, tuple(messages)))
+
+    async def begin(self, number: int, task: Task, info: Mapping[str, Any]) -> list[Message]:
+        """Begin an episode, and return its first messages."""
+        playing = Playing()
+        model = RemoteModel(playing, EpisodeInfo(**info))
+
+        async def run() -> Any:
+            return checked_rewards(await self._environment.run(task, model), self._name, further=True)
+
+        return await self._begun(number, playing, run)
+
+    async def begin_group(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[Message]:
+        """Begin to compare the episodes of a group, and return the first messages."""
+
+        async def run() -> Any:
+            given = await self._environment.group_rewards(task, tuple(episodes))
+            if not isinstance(given, Sequence):
+                raise EpisodeError(f"group_rewards gave {given!r:.60}, wanted a sequence")
+            return [checked_rewards(one, self._name, further=True) for one in given]
+
+        return await self._begun(number, Playing(), run)
+
+    async def advance(self, number: int, answers: Iterable[tuple[int, Any]]) -> list[Message]:
+        """Pass answers to an episode, and return its messages up to the next that wants an answer, or the end."""
+        playing, task = self._playing[number]
+        for asked, answer in answers:
+            playing.answer(asked, answer)
+        if answers and playing.waiting:  # another sequence of the episode still waits for its answer
+            playing.changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(playing.changed.wait(), _LINGER_SECONDS)
+        while not (playing.messages or playing.waiting or task.done()):
+            playing.changed.clear()
+            await playing.changed.wait()
+        return playing.taken()
+
+    async def cancel(self, number: int) -> None:
+        """End an episode whose result nobody wants."""
+        playing = self._playing.get(number)
+        if playing is not None:
+            playing[1].cancel()
+            await asyncio.gather(playing[1], return_exceptions=True)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+    async def _begun(self, number: int, playing: Playing, run: Callable[[], Awaitable[Any]]) -> list[Message]:
+        async def play() -> None:
+            with noted() as notes, playing.current():
+                try:
+                    with ungrouped():
+                        end: Message = {"rewards": await run()}
+                except asyncio.CancelledError:
+                    raise
+                except BaseException as error:  # SystemExit would end the event loop of all episodes
+                    end = {"failed": failure(error)}
+            playing.tell("end", notes=list(notes), **end)
+
+        task = asyncio.get_running_loop().create_task(play())
+        self._playing[number] = playing, task
+
+        def over(_: object) -> None:
+            self._playing.pop(number, None)
+            playing.changed.set()
+
+        task.add_done_callback(over)
+        try:
+            return await self._first(playing, task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _first(self, playing: Playing, task: "asyncio.Task[None]") -> list[Message]:
+        while not (playing.messages or task.done()):
+            playing.changed.clear()
+            await playing.changed.wait()
+        return playing.taken()
+
+
+def _told(function: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": function()}
+    except Exception as error:
+        return {"failed": failure(error)}

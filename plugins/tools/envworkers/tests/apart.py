@@ -1,0 +1,131 @@
+"""An environment that shows what happens in the process that plays it, and misbehaves as its tasks say."""
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from pathlib import Path
+
+from attrs import field, frozen
+
+from whet import hookimpl
+from whet.component import Component, EnvironmentFacts
+from whet.data.messages import Message
+from whet.data.records import Task
+from whet.errors import DataError, InfrastructureError, Undecided
+from whet.interfaces.undecided import note
+
+KINDS = (
+    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
+    "judged",
+)  # fmt: skip
+
+
+@frozen
+class ApartConfig:
+    """Ten tasks for each kind of behaviour."""
+
+    folder: str = ""
+    """Where a task of the kinds `dies` and `hangs` leaves a file, so that it behaves the second time. Empty: always."""
+    kinds: list[str] = field(factory=lambda: list(KINDS))
+    """The kinds of tasks."""
+
+
+class Apart:
+    def __init__(self, config, roles=None):
+        self._config, self._roles = config, roles or {}
+
+    def tasks(self, split):
+        if split not in ("train", "test"):
+            raise DataError(f"there is no split {split!r}; there are train, test")
+        return [Task(f"{kind} {i}", {"kind": kind}, id=f"{kind}-{i}") for kind in self._config.kinds for i in range(10)]
+
+    @property
+    def reward_weights(self):
+        return {"right": 1.0, "process": 0.0}
+
+    async def run(self, task, model):
+        reply = await model.reply(task.prompt)
+        rewards = {"right": float(reply.text == task.prompt[-1].text[::-1]), "process": float(os.getpid())}
+        await getattr(self, "_" + task.data["kind"])(task, model)
+        return rewards
+
+    def final_answer(self, messages):
+        return messages[-1].text or None
+
+    async def group_rewards(self, task, episodes):
+        return [{"first": float(i == 0)} for i, _ in enumerate(episodes)]
+
+    def close(self):
+        pass
+
+    async def _plain(self, task, model):
+        model.reward("step", 0.5)
+        model.record("seen", [1, 2])
+
+    async def _forks(self, task, model):
+        tool = json.dumps({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}})
+        model.record("calls", len((await model.with_tools((tool,)).reply("look")).calls))
+        await asyncio.gather(*(one.reply(Message("user", "go on")) for one in (model.fork("a"), model.fork("b"))))
+
+    async def _raises(self, task, model):
+        raise KeyError("no such key")
+
+    async def _undecided(self, task, model):
+        note("it is too long")
+        raise Undecided("it is too long")
+
+    async def _infrastructure(self, task, model):
+        raise InfrastructureError("its server is away")
+
+    async def _dies(self, task, model):
+        if self._first(task):
+            os.abort()
+
+    async def _hangs(self, task, model):
+        hangs = self._first(task)
+        while hangs:
+            time.sleep(1)
+
+    async def _eats(self, task, model):
+        bytearray(8 << 30)
+
+    async def _exits(self, task, model):
+        raise SystemExit(3)
+
+    async def _group(self, task, model):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._infrastructure(task, model))
+
+    async def _agent(self, task, model):
+        async with model.endpoint() as address:
+            body = {"model": address.model, "messages": [{"role": "user", "content": "hello"}]}
+            asked = urllib.request.Request(
+                f"{address.base_url}/chat/completions", json.dumps(body).encode(),
+                {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"},
+            )  # fmt: skip
+            await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=30).read())
+        (said,) = (c for c in address.conversations() if c[0].text == "hello")
+        model.record("agent", ", ".join(f"{message.role}: {message.text}" for message in said))
+
+    async def _judged(self, task, model):
+        verdict = await self._roles["judge"].reply("good?", seed=7, max_tokens=5)
+        model.record("verdict", verdict.text)
+
+    def _first(self, task):
+        mark = Path(self._config.folder or "/nowhere") / task.id
+        if mark.exists():
+            return False
+        if self._config.folder:
+            mark.touch()
+        return True
+
+
+def facts(config, model):
+    return EnvironmentFacts(states_answers=True, splits=("train", "test"))
+
+
+@hookimpl
+def whet_environments():
+    return [Component("apart", ApartConfig, f"{__name__}:Apart", f"{__name__}:facts")]

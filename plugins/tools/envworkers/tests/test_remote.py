@@ -1,0 +1,189 @@
+"""Episodes in worker processes are those that the driver would play; what goes wrong in a process stays there."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from whet.config.cluster import DeadlinesSection
+from whet.config.sections import EnvironmentSection
+from whet.config.structure import structure
+from whet.data.messages import Message
+from whet.data.records import Reply
+from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, Undecided
+from whet.interfaces.environment import Environment, stated_answer
+from whet.interfaces.undecided import noted
+from whet.plugins.registry import load_plugins
+from whet_envworkers.remote import RemoteEnvironment
+from whet_testing.fakes import FakeModel
+
+REGISTRY = load_plugins()
+REGISTRY.load_file(Path(__file__).parent / "apart.py")
+
+
+def made(processes=1, episode=60.0, **settings):
+    section = structure({"use": "apart", "processes": processes, **settings}, EnvironmentSection, REGISTRY)
+    return RemoteEnvironment(section, "it", DeadlinesSection(episode=episode))
+
+
+@pytest.fixture(scope="module")
+def remote():
+    environment = made(2, memory_gib=4)
+    yield environment
+    environment.close()
+
+
+def task_of(environment, kind, number=0):
+    return next(t for t in environment.tasks("train") if t.id == f"{kind}-{number}")
+
+
+def backwards(messages):
+    return messages[-1].text[::-1]
+
+
+def played(environment, kind, model=None, number=0):
+    model = model or FakeModel(backwards)
+    with noted() as notes:
+        rewards = asyncio.run(environment.run(task_of(environment, kind, number), model))
+    return model, rewards, notes
+
+
+def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
+    assert isinstance(remote, Environment)
+    assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
+    assert len(remote.tasks("train")) == 120
+    assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
+    with pytest.raises(IndexError):
+        remote.tasks("train")[120]
+    with pytest.raises(DataError, match="no split 'valid'"):
+        remote.tasks("valid")
+
+
+def test_an_episode_has_the_rewards_and_records_that_its_environment_gave_in_another_process(remote):
+    model, rewards, _ = played(remote, "plain")
+    assert rewards["right"] == 1.0
+    assert int(rewards["process"]) != os.getpid()
+    assert model.rewarded({}) == {"step": 0.5}
+    assert model.log == {"seen": [1, 2]}
+
+
+def test_sequences_that_are_asked_at_once_belong_to_their_agents(remote):
+    model, _, _ = played(remote, "forks")
+    assert [one.agent for one in model._sequences()] == ["", "", "a", "b"]
+    assert [one.messages[-1].text for one in model._sequences()] == ["0 skrof", "kool", "no og", "no og"]
+    assert model.log == {"calls": 0}
+
+
+def test_an_agent_at_an_endpoint_plays_the_episode_of_a_process(remote):
+    model, rewards, _ = played(remote, "agent", FakeModel(lambda messages: "42"))
+    assert rewards["right"] == 0.0
+    assert model.log["agent"] == "user: hello, assistant: 42"
+
+
+def test_roles_are_asked_of_the_driver():
+    class Judge:
+        async def reply(self, messages, *, seed, **settings):
+            return Reply(f"{messages[-1].text} by {seed}, {settings['max_tokens']} tokens", (), "stop")
+
+    section = structure({"use": "apart", "processes": 1, "kinds": ["judged"]}, EnvironmentSection, REGISTRY)
+    environment = RemoteEnvironment(section, "it", None, {"judge": Judge()})
+    try:
+        assert played(environment, "judged")[0].log == {"verdict": "good? by 7, 5 tokens"}
+    finally:
+        environment.close()
+
+
+def test_final_answers_and_rewards_of_groups_are_asked_of_the_process(remote):
+    said = (Message("user", "plain 0"), Message("assistant", "42"))
+    assert stated_answer(remote, said) == "42"
+    assert asyncio.run(remote.group_rewards(task_of(remote, "plain"), [])) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("raises", EpisodeError, r"KeyError: 'no such key' \(.*apart.py:\d+, in _raises"),
+        ("infrastructure", InfrastructureError, "its server is away"),
+        ("group", InfrastructureError, "its server is away"),
+        ("exits", EpisodeError, "SystemExit: 3"),
+        ("eats", EpisodeError, "MemoryError"),
+    ],
+)
+def test_an_error_of_an_environment_keeps_its_meaning_and_its_place(remote, kind, error, words):
+    with pytest.raises(error, match=words) as raised:
+        played(remote, kind)
+    assert type(raised.value) is error
+    assert played(remote, "plain")[1]["right"] == 1.0
+
+
+def test_what_a_grader_in_the_process_cannot_decide_is_noted_by_the_driver(remote):
+    with noted() as notes, pytest.raises(Undecided, match="too long"):
+        asyncio.run(remote.run(task_of(remote, "undecided"), FakeModel("x")))
+    assert notes == ["it is too long"]
+
+
+def test_a_full_context_reaches_the_environment_and_comes_back(remote):
+    with pytest.raises(ContextFull, match="leaves no room"):
+        played(remote, "forks", FakeModel(backwards, room=0))
+
+
+def test_episodes_are_spread_over_the_processes(remote):
+    async def together():
+        task = task_of(remote, "plain")
+        return await asyncio.gather(*(remote.run(task, FakeModel("x")) for _ in range(6)))
+
+    processes = [rewards["process"] for rewards in asyncio.run(together())]
+    assert sorted(map(processes.count, set(processes))) == [3, 3]
+
+
+def test_a_process_that_dies_is_replaced_and_named(tmp_path):
+    environment = made(folder=str(tmp_path))
+    try:
+        with pytest.raises(InfrastructureError, match=r"environment 'it': .*(SIGABRT|signal 6|Aborted)"):
+            played(environment, "dies")
+        assert played(environment, "dies")[1]["right"] == 1.0
+        process = int(played(environment, "plain")[1]["process"])
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(InfrastructureError, match="environment 'it'"):
+            for _ in range(3):
+                played(environment, "plain")
+        assert played(environment, "plain")[1]["right"] == 1.0
+        assert environment.replaced == 2
+    finally:
+        environment.close()
+
+
+@pytest.mark.slow
+def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("whet_envworkers.remote.CANCEL_SECONDS", 1.0)
+    environment = made(folder=str(tmp_path))
+
+    async def hang():
+        process = (await environment.run(task_of(environment, "plain"), FakeModel("x")))["process"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await environment.run(task_of(environment, "hangs"), FakeModel(backwards))
+        while not environment.replaced:
+            await asyncio.sleep(0.05)
+        return process, await environment.run(task_of(environment, "hangs"), FakeModel(backwards))
+
+    try:
+        process, rewards = asyncio.run(hang())
+        assert rewards["right"] == 1.0
+        assert rewards["process"] != process
+    finally:
+        environment.close()
+
+
+def test_closing_ends_the_processes(no_orphans):
+    environment = made(2)
+    environment.close()
+    environment.close()
+
+
+def test_a_curriculum_in_processes_is_refused():
+    section = structure({"use": "arithmetic", "processes": 1, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
+    with pytest.raises(ConfigError, match="curriculum"):
+        RemoteEnvironment(section, "it")
