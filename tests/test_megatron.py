@@ -82,6 +82,11 @@ def built(cluster: LocalCluster, folder: Path, model: Path, role: str, sizes: di
     return one, MegatronBackend(settings, make_context(folder / "other", role, model, place))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> None:
+    """Start worker processes, not as forks: a process in which Megatron has run before would break them."""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend2", "held2")]) as made:

@@ -87,7 +87,7 @@ class Stopwatch:
         """Return the time, or an event that will have it."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         event.record()
         return event
 
