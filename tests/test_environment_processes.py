@@ -27,11 +27,11 @@ def episodes(folder):
 
 def test_a_run_in_processes_has_the_numbers_of_a_run_on_the_driver(small_run, tmp_path):
     found = []
-    for name, processes in (("driver", 0), ("processes", 2)):
+    for name, given in (("driver", {}), ("processes", {"worker": {"processes": 2}})):
         folder = tmp_path / name
         folder.mkdir()
-        environments = [{"use": "even", "processes": processes}]
-        evaluation = {"environments": [{"use": "even", "processes": processes, "split": "train", "limit": 4}]}
+        environments = [{"use": "even", **given}]
+        evaluation = {"environments": [{"use": "even", **given, "split": "train", "limit": 4}]}
         config = small_run(
             folder, environments=environments, evaluation=evaluation,
             cluster={"workers": "inline", "threads": {"backend": 1, "generator": 1}},
@@ -51,7 +51,7 @@ def test_processes_that_die_are_replaced_and_counted_and_the_run_goes_on(small_r
     marks = tmp_path / "marks"
     marks.mkdir()
     config = small_run(
-        tmp_path, environments=[{"use": "apart", "processes": 1, "folder": str(marks), "kinds": ["plain", "dies"]}],
+        tmp_path, environments=[{"use": "apart", "worker": {}, "folder": str(marks), "kinds": ["plain", "dies"]}],
         cluster={"workers": "inline", "threads": {"backend": 1, "generator": 1}}, plugins=[str(APART)],
         algorithm={"use": "grpo", "prompts_per_step": 6, "group_size": 2},
     )  # fmt: skip
@@ -65,17 +65,17 @@ def test_a_python_without_the_environment_is_named_before_a_run(small_run, tmp_p
     (bare / "bin").mkdir(parents=True)
     base = Path(shutil.which("python3.11") or "/usr/bin/python3").resolve()
     (bare / "bin" / "python").symlink_to(base)
-    config = small_run(tmp_path, environments=[{"use": "even", "python": str(bare)}])
-    with pytest.raises(ConfigError, match=r"environments\.0\.python: .*has no whet"):
+    config = small_run(tmp_path, environments=[{"use": "even", "worker": {"python": str(bare)}}])
+    with pytest.raises(ConfigError, match=r"environments\.0\.worker\.python: .*has no whet"):
         prepare(config)
-    config = small_run(tmp_path, environments=[{"use": "even", "python": "nowhere"}])
-    with pytest.raises(ConfigError, match=r"environments\.0\.python: .*no such environment"):
+    config = small_run(tmp_path, environments=[{"use": "even", "worker": {"python": "nowhere"}}])
+    with pytest.raises(ConfigError, match=r"environments\.0\.worker\.python: .*no such environment"):
         prepare(config)
 
 
 def test_an_environment_is_played_in_another_python(small_run, tmp_path, layered_python):
     config = small_run(
-        tmp_path, environments=[{"use": "even", "python": str(layered_python / "python")}],
+        tmp_path, environments=[{"use": "even", "worker": {"python": str(layered_python / "python")}}],
         cluster={"workers": "inline", "threads": {"backend": 1, "generator": 1}},
     )  # fmt: skip
     assert run(config, ["run.steps=1"]).finished

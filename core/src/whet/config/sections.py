@@ -131,6 +131,18 @@ class SamplingSection:
 
 
 @frozen
+class WorkerSection:
+    """The worker processes of an environment. One that crashes or hangs is replaced; its episodes are played again."""
+
+    processes: int = field(default=1, validator=between(1, PROCESSES))
+    """Number of processes. Episodes are spread over them."""
+    python: str = field(default="", metadata={"names_path": True})
+    """Their Python environment, if it is not the driver's: a name or a path, as in `cluster.python`."""
+    memory_gib: float = field(default=0.0, validator=between(0, GIB))
+    """Most memory of each process. An episode that asks for more fails. 0: no limit."""
+
+
+@frozen
 class EnvironmentSection:
     """One environment of a run. Keys that are not named here belong to the environment."""
 
@@ -156,13 +168,8 @@ class EnvironmentSection:
     """For evaluation: replaces `evaluation.majority_at`."""
     passing: PassingSection | None = None
     """For evaluation: replaces `evaluation.passing`."""
-    processes: int = field(default=0, validator=between(0, PROCESSES))
-    """Number of worker processes in which its episodes are played; one that crashes or hangs is replaced, and its
-    episodes are played again. 0: they are played by the driver, or in one process if `python` is given."""
-    python: str = field(default="", metadata={"names_path": True})
-    """The Python environment of these processes, if it is not the driver's: as in `cluster.python`."""
-    memory_gib: float = field(default=0.0, validator=between(0, GIB))
-    """Most memory of each of these processes. An episode that asks for more fails. 0: no limit."""
+    worker: WorkerSection | None = None
+    """Play its episodes in worker processes. Missing: the driver plays them."""
 
 
 @frozen

@@ -104,8 +104,8 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
         split, known = entry.split or DEFAULT_SPLIT[where], facts.get(f"{where}.{i}", EnvironmentFacts()).splits
         if known is not None and split not in known:
             yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
-        if (entry.python or entry.processes) and (missing := missing_processes()):
-            yield Problem(f"{where}.{i}.{'python' if entry.python else 'processes'}", f"is given; {missing}")
+        if entry.worker is not None and (missing := missing_processes()):
+            yield Problem(f"{where}.{i}.worker", f"is given; {missing}")
         if where == "environments" and entry.sampling.temperature == 0:
             yield Problem(
                 f"{where}.{i}.sampling.temperature", "is 0, so all samples would be equal; wanted more than 0"

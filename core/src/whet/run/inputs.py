@@ -110,7 +110,7 @@ def build_route(
     """Build an environment, with the scorers of the roles that it asks for. Errors name the environment."""
     name = entry.name or entry.component.name
     try:
-        if entry.python or entry.processes:
+        if entry.worker is not None:
             environment = load_apart()(entry, name, deadlines, *roles)
         else:
             environment = build_selection(entry.component, *roles)

@@ -24,7 +24,7 @@ class TestArithmeticInProcesses(EnvironmentContract):
     states_answers = True
 
     def make(self):
-        section = structure({"use": "arithmetic", "processes": 2}, EnvironmentSection, load_plugins())
+        section = structure({"use": "arithmetic", "worker": {"processes": 2}}, EnvironmentSection, load_plugins())
         return RemoteEnvironment(section, "it")
 
     @pytest.fixture

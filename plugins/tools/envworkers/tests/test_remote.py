@@ -23,8 +23,9 @@ REGISTRY = load_plugins()
 REGISTRY.load_file(Path(__file__).parent / "apart.py")
 
 
-def made(processes=1, episode=60.0, **settings):
-    section = structure({"use": "apart", "processes": processes, **settings}, EnvironmentSection, REGISTRY)
+def made(processes=1, episode=60.0, memory_gib=0.0, **settings):
+    worker = {"processes": processes, "memory_gib": memory_gib}
+    section = structure({"use": "apart", "worker": worker, **settings}, EnvironmentSection, REGISTRY)
     return RemoteEnvironment(section, "it", DeadlinesSection(episode=episode))
 
 
@@ -87,7 +88,7 @@ def test_roles_are_asked_of_the_driver():
         async def reply(self, messages, *, seed, **settings):
             return Reply(f"{messages[-1].text} by {seed}, {settings['max_tokens']} tokens", (), "stop")
 
-    section = structure({"use": "apart", "processes": 1, "kinds": ["judged"]}, EnvironmentSection, REGISTRY)
+    section = structure({"use": "apart", "worker": {}, "kinds": ["judged"]}, EnvironmentSection, REGISTRY)
     environment = RemoteEnvironment(section, "it", None, {"judge": Judge()})
     try:
         assert played(environment, "judged")[0].log == {"verdict": "good? by 7, 5 tokens"}
@@ -184,6 +185,6 @@ def test_closing_ends_the_processes(no_orphans):
 
 
 def test_a_curriculum_in_processes_is_refused():
-    section = structure({"use": "arithmetic", "processes": 1, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
+    section = structure({"use": "arithmetic", "worker": {}, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
     with pytest.raises(ConfigError, match="curriculum"):
         RemoteEnvironment(section, "it")

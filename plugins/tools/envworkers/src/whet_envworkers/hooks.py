@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Problem
+from whet.component import Problem, Selection
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config, EnvironmentSection
+    from whet.config.sections import Config
 
 
 @hookimpl
@@ -19,20 +19,21 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
         ("evaluation.environments", config.evaluation.environments),
     ):
         for i, section in enumerate(sections):
-            if section.python:
-                yield from (Problem(f"{path}.{i}.python", words) for words in _unfit(section))
+            if section.worker is not None and section.worker.python:
+                words = _unfit(section.component, section.worker.python)
+                yield from (Problem(f"{path}.{i}.worker.python", one) for one in words)
 
 
-def _unfit(section: "EnvironmentSection") -> list[str]:
+def _unfit(selection: Selection, python: str) -> list[str]:
     """Return why an environment cannot be played in its Python. Empty: it can."""
     from whet.runtime.interpreters import faults, find, normal, probe, versions
     from whet.runtime.process import extra_folders
 
-    target, offered = section.component.component.target, section.component.distribution
+    target, offered = selection.component.target, selection.distribution
     modules = ["whet_envworkers", *([] if target.startswith("file:") else [target.partition(":")[0]])]
     held = versions((offered, "whet-envworkers"))
     wanted = {name: held[normal(name)] for name in (offered, "whet-envworkers") if normal(name) in held}
     try:
-        return faults(probe(find(section.python), modules, list(wanted), extra_folders()), wanted)
+        return faults(probe(find(python), modules, list(wanted), extra_folders()), wanted)
     except ConfigError as error:
         return error.problems

@@ -130,7 +130,7 @@ class RemoteModel:
             if not seen:
                 raise EpisodeError(
                     "it reads the conversations of an endpoint that is open, which an environment in a worker process "
-                    "cannot; read them after `async with model.endpoint()`, or play it without `processes` and `python`"
+                    "cannot; read them after `async with model.endpoint()`, or play it without `worker`"
                 )
             return seen[0]
 

@@ -29,6 +29,7 @@ import attrs
 
 from whet.config.build import to_spec
 from whet.config.cluster import DeadlinesSection
+from whet.config.sections import WorkerSection
 from whet.data.messages import Conversation
 from whet.data.records import Episode, Task
 from whet.errors import ConfigError, InfrastructureError, WorkerError, WorkerLost
@@ -67,22 +68,23 @@ class RemoteEnvironment:
         """Start the processes, and build the environment in each. Raises `WorkerError` where it cannot be built."""
         self._name, self._roles = name, dict(roles or {})
         self._deadlines = deadlines or DeadlinesSection()
-        self._size, self._closed = max(1, section.processes), False
+        worker = section.worker or WorkerSection()
+        self._size, self._closed = worker.processes, False
         self._folder = Path(tempfile.mkdtemp(prefix="whet-environment-"))
         watchdog().guard("folder", str(self._folder))
         role = f"environment-{name}"
-        python = {role: str(find(section.python))} if section.python else {}
+        python = {role: str(find(worker.python))} if worker.python else {}
         self._cluster = LocalCluster(self._folder, self._deadlines, python=python)
         try:
             group = self._cluster.worker_group(role, self._size)
-            memory = int(section.memory_gib * (1 << 30))
+            memory = int(worker.memory_gib * (1 << 30))
             arguments = {
                 "spec": to_spec(section.component), "name": name, "roles": list(self._roles), "memory_bytes": memory,
             }  # fmt: skip
             self._workers = group.spawn(WORKER, arguments)
             (about, *_) = self._workers.call("about", phase="start")
             if about["keeps"]:
-                raise ConfigError("it has a curriculum, which processes would not share; remove processes and python")
+                raise ConfigError("it has a curriculum, which processes would not share; remove `worker`")
         except BaseException:
             self.close()
             raise

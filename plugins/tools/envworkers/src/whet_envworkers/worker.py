@@ -1,7 +1,7 @@
 """One environment in a worker process: it plays the episodes that the driver begins.
 
 Episodes are tasks of the worker's event loop. An environment whose code blocks the loop plays one episode at a time in
-each process; `processes` plays more.
+each process; more processes play more.
 """
 
 import asyncio
