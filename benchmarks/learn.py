@@ -146,7 +146,7 @@ ENTRIES = (
         "sliding-puzzle",
         "recipes/sliding-puzzle-grpo.yaml",
         "evaluation/sliding-puzzle/reward",
-        "held-out puzzles solved",
+        "puzzles solved",
         start="puzzle",
     ),
     Entry("judge", "recipes/learn-judge.yaml", "evaluation/judge/judge", "score by the reward model", start="judge"),

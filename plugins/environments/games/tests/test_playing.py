@@ -231,6 +231,7 @@ def test_demonstrations_are_games_as_the_environment_plays_them() -> None:
     for record in records:
         first, *_ = told = [m["content"] for m in record["messages"] if m["role"] == "user"]
         tiles = tuple(int(tile) for tile in first.replace("_", "0").split())
+        assert not held_out(" ".join(map(str, tiles)))
         model = FakeModel([m["content"] for m in record["messages"] if m["role"] == "assistant"])
         environment.opening = lambda task, tiles=tiles: evolve(b := Board(tiles, 3), first=b.distance)  # type: ignore
         rewards = asyncio.run(environment.run(evolve(environment.tasks("train")[0], prompt=first), model))

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 
 from whet.data.randomness import derive_seed
 from whet.errors import DataError
+from whet_data.generated import held_out
 from whet_env_games.config import SlidingPuzzleConfig
 from whet_env_games.playing import GameEnvironment, IllegalMove
 
@@ -151,15 +152,15 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """Yield records for supervised fine-tuning: games without rules, whose moves are whole lines.
 
-    A share of the games is careless: its moves are random legal ones, until the turns are used up. Games begin at
-    positions of both splits: only 39 positions are six moves from the end, and a model that has never seen one cannot
-    play it. So the split `test` holds out what is learned by reward, not by imitation.
+    A share of the games is careless: its moves are random legal ones, until the turns are used up. No game begins at a
+    position of the split `test`.
     """
     config = config or DEMONSTRATED
     game, draw = SlidingPuzzle(config), random.Random(derive_seed(seed, "sliding-puzzle-demonstrations"))
     solved = cache(solution)
     for _ in range(count):
-        board = game.start(draw, config.shuffle)
+        while held_out(game.key(board := game.start(draw, config.shuffle))):
+            pass
         plan = None if draw.random() < careless_share else iter(solved(board))
         messages: list[dict[str, Any]] = []
         while board.distance and len(messages) < 2 * config.turns:
