@@ -32,7 +32,7 @@ class TestGymnasium(EnvironmentContract):
 
     def make(self):
         pytest.importorskip("gymnasium", reason="gymnasium is not installed")
-        settings = {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "test_tasks": 4, "processes": 1}
+        settings = {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "test_tasks": 4, "sandboxes": 1}
         return Gymnasium(structure(settings, GymnasiumConfig, load_plugins()))
 
     def gold(self, task):

@@ -70,7 +70,7 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 
 def config(**settings: Any) -> GymnasiumConfig:
-    return structure({"test_tasks": 4, "processes": 1, **settings}, GymnasiumConfig, load_plugins())
+    return structure({"test_tasks": 4, "sandboxes": 1, **settings}, GymnasiumConfig, load_plugins())
 
 
 def acting(words: Iterable[str]) -> FakeModel:
@@ -170,7 +170,7 @@ def test_games_of_a_seed_are_equal_and_splits_have_other_seeds():
 
 
 def test_many_games_are_played_at_a_time_and_do_not_disturb_each_other():
-    environment = Gymnasium(config(id="FrozenLake-v1", options={"is_slippery": False}, processes=2))
+    environment = Gymnasium(config(id="FrozenLake-v1", options={"is_slippery": False}, sandboxes=2))
     task = environment.tasks("test")[0]
     won, lost = ["down", "down", "right", "right", "down", "right"], ["right", "down"]
 

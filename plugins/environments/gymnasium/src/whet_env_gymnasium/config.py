@@ -63,7 +63,7 @@ class GymnasiumConfig:
     """Tasks in the split `train`. Each is a seed of `reset`."""
     test_tasks: int = field(default=64, validator=between(1, RECORDS))
     """Tasks in the split `test`, of other seeds. An environment without randomness has the same game in all of them."""
-    processes: int = field(default=2, validator=between(1, PROCESSES))
+    sandboxes: int = field(default=2, validator=between(1, PROCESSES))
     """Processes that play, each in a sandbox. Each plays many games."""
     step_seconds: float = field(default=60.0, validator=between(1, 3600))
     """Most time of one step. An environment that takes longer is stopped, and its episodes are played again."""

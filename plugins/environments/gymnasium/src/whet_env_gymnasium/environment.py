@@ -66,7 +66,7 @@ class Gymnasium:
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one game. Returns its rewards. Raises `InfrastructureError` where the environment fails."""
         key = next(self._keys)
-        process = key % self._config.processes
+        process = key % self._config.sandboxes
         game = _Game(self._served, f"{key}", process, self._config.step_seconds)
         begun = await game.ask({"begin": game.key, "seed": task.data["seed"]})
         try:
@@ -175,7 +175,7 @@ def problem(config: GymnasiumConfig) -> tuple[str, str] | None:
         return "use", "Gymnasium is not installed where the sandbox looks; run `pip install gymnasium`"
     key = repr((config.id, config.options, config.actions, config.observation, config.show, chosen))
     if key not in _REFUSALS:
-        environment = Gymnasium(evolve(config, processes=1))
+        environment = Gymnasium(evolve(config, sandboxes=1))
         try:
             environment.tasks("train")[0]
             _REFUSALS[key] = None
@@ -198,6 +198,6 @@ def _served(config: GymnasiumConfig) -> Served:
         "render": config.show in ("auto", "render"),
         "observation": config.show in ("auto", "observation"),
     }  # fmt: skip
-    sandbox = open_sandbox(with_installed(config.sandbox), config.limits, at_once=config.processes)
+    sandbox = open_sandbox(with_installed(config.sandbox), config.limits, at_once=config.sandboxes)
     code = files("whet_env_gymnasium.inside").joinpath("player.py").read_text()
-    return Served(sandbox, code, setup, processes=config.processes, start_seconds=_START_SECONDS)
+    return Served(sandbox, code, setup, processes=config.sandboxes, start_seconds=_START_SECONDS)
