@@ -358,7 +358,8 @@ def test_unstructuring_a_whole_config_is_undone_by_structuring(offers: Registry)
     assert structure(plain, Config, offers) == config
     assert plain["environments"][0] == {
         "use": "sums", "terms": 3, "name": "", "split": "", "weight": 2.0, "samples": 1, "limit": 0,
-        "pass_at": None, "majority_at": None, "passing": None,
+        "pass_at": None, "majority_at": None, "passing": None, "worker": None, "group_size": 0,
+        "sampling": {"max_tokens": 0, "stop": [], "temperature": None},
     }  # fmt: skip
     assert plain["algorithm"]["loss"] == {"use": "clip", "low": 1.0, "high": 0.2}
 
