@@ -90,7 +90,7 @@ class ModelSection:
     """Run Python code from the model folder. Only for folders that you trust as your own code."""
     chat_template: str | None = field(default=None, metadata={"path": True})
     """A file with a Jinja chat template to use instead of the model's own."""
-    template: dict[str, bool | int | float | str] = field(factory=dict)
+    template: dict[str, Any] = field(factory=dict)
     """Arguments of the chat template, e.g. `{enable_thinking: false}`. One that it does not use is refused."""
 
 
