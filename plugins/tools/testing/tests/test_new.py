@@ -63,7 +63,8 @@ def install(package: Path, site: Path) -> None:
 
 
 def test_every_kind_has_one() -> None:
-    assert {start.kind for start in STARTS.values()} == {*KINDS}
+    alone = {"rewards"}  # a reward of that kind is one method, which the how-to page on rewards shows
+    assert {start.kind for start in STARTS.values()} == {*KINDS} - alone
 
 
 @pytest.mark.parametrize("word", ["environment", "algorithm"])
