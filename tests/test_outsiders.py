@@ -4,7 +4,6 @@ import ast
 import asyncio
 import json
 import sqlite3
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -33,35 +32,6 @@ PLUGINS = HERE.parent / "examples" / "plugins"
 
 def plugin(name):
     return import_file(PLUGINS / f"{name}.py")
-
-
-def needs(module, distribution):
-    return pytest.mark.skipif(find_spec(module) is None, reason=f"needs `pip install {distribution}`")
-
-
-@needs("reasoning_gym", "reasoning-gym")
-class TestReasoningGym(EnvironmentContract):
-    splits = ("train", "test")
-
-    def make(self):
-        module = plugin("reasoning_gym_tasks")
-        return module.ReasoningGym(module.ReasoningGymConfig(tasks=20))
-
-    def gold(self, task):
-        return task.data["answer"]
-
-
-@needs("gymnasium", "gymnasium")
-class TestGymnasium(EnvironmentContract):
-    splits = ("train", "test")
-    largest_shared = 1.0  # every game of FrozenLake begins alike
-
-    def make(self):
-        module = plugin("gymnasium_games")
-        return module.Game(module.GymnasiumConfig(options={"is_slippery": False}))
-
-    def gold(self, task):
-        return ["down", "down", "right", "right", "down", "right"]
 
 
 def doubled(config):
@@ -193,19 +163,11 @@ def test_grpo_trains_with_a_part_of_ones_own(train, name, key, component, metric
 @pytest.mark.parametrize(
     ("name", "environment", "reward"),
     [
-        pytest.param(
-            "reasoning_gym_tasks", {"use": "reasoning-gym", "dataset": "leg_counting", "tasks": 20}, "score",
-            marks=needs("reasoning_gym", "reasoning-gym"),
-        ),
-        pytest.param(
-            "gymnasium_games", {"use": "gymnasium", "game": "FrozenLake-v1", "turns": 2}, "understood",
-            marks=needs("gymnasium", "gymnasium"),
-        ),
         ("no_repeats", {"use": "no-repeats", "environment": "climbing"}, "repeated"),
         ("no_repeats", {"use": "no-repeats", "environment": "duel"}, "repeated"),
         ("no_repeats", {"use": "no-repeats", "environment": "ranked"}, "rank"),
     ],
-)  # fmt: skip
+)
 def test_the_rewards_of_an_environment_reach_the_run(train, name, environment, reward):
     assert len(column(train(name, environments=[environment]), f"reward/{reward}")) == 2
 
@@ -284,7 +246,7 @@ def test_a_model_behind_an_address_can_be_evaluated(config, tmp_path, monkeypatc
 
 
 CONCEPTS = {
-    "reasoning_gym_tasks": 5, "gymnasium_games": 4, "no_repeats": 6, "topr": 5,
+    "no_repeats": 6, "topr": 5,
     "narrowing_clip": 5, "running_scale": 4, "retired_tasks": 3, "sqlite_logger": 2, "plateau": 3, "raft": 7,
     "online_dpo": 7, "table_model": 12, "openai_service": 5,
 }  # fmt: skip

@@ -63,8 +63,7 @@ def install(package: Path, site: Path) -> None:
 
 
 def test_every_kind_has_one() -> None:
-    alone = {"rewards"}  # a reward of that kind is one method, which the how-to page on rewards shows
-    assert {start.kind for start in STARTS.values()} == {*KINDS} - alone
+    assert {start.kind for start in STARTS.values()} == {*KINDS}
 
 
 @pytest.mark.parametrize("word", ["environment", "algorithm"])
@@ -126,7 +125,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
         "backend": {"use": "my-backend", "lr": 0.001},
         "generator": "my-generator",
         "rollout": {"max_tokens": 4},
-        "environments": [{"use": "my-reward", "environment": "my-environment"}, "my-agent"],
+        "environments": [{"use": "rewarded", "environment": "my-environment", "rewards": ["my-reward"]}, "my-agent"],
         "loggers": ["my-logger"],
         "hooks": [{"use": "my-hook", "metric": "ratio/mean", "at_least": 0.5}],
         "cluster": {"threads": {"backend": 1, "generator": 1}},

@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 """This folder has a folder of templates for each kind of component. The folder `every` is for all kinds."""
 
 _TORCH = '"torch>=2.8"'
+_DATA = '"whet-data>=0.1,<0.2"'
 _OPENAI = '"whet-endpoint>=0.1,<0.2", "openai>=1.50"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'"whet-weights[torch]>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
@@ -43,7 +44,7 @@ STARTS: dict[str, _Start] = {
     "environment": _Start(
         "environments", "An environment", "questions that are made up, and graded by the last number", "", "env-"
     ),
-    "reward": _Start("environments", "A reward", "responses of a single line, in any environment", "", "reward-"),
+    "reward": _Start("rewards", "A reward", "responses of a single line, in any environment", _DATA, "reward-"),
     "agent": _Start(
         "environments", "An environment for a foreign agent", "a program that calls OpenAI's API plays", _OPENAI, "env-"
     ),

@@ -8,7 +8,7 @@ import pytest
 from whet.config.sections import RecordSection
 from whet.data.records import Episode, Group, Trajectory
 from whet.rollout.collate import collate, record
-from whet_report.recorder import TokenRecorder
+from whet_ops.recorder import TokenRecorder
 
 
 def trajectory(prompt: int, answer: int, version: int = 0) -> Trajectory:
