@@ -12,6 +12,7 @@ Fields of type `Selection` hold a component chosen by `use:`; `selection(kind)` 
 `renamed_key` and `renamed_values` hold the former names of a key and of its values (`whet.config.renamed`).
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
@@ -394,3 +395,8 @@ class Config:
     """Hooks with settings, e.g. a profiler. Hooks without settings need no entry."""
     plugins: list[str] = attrs.Factory(list)
     """Single Python files that are loaded as plugins, relative to the config file."""
+
+    def played(self) -> Iterator[tuple[str, EnvironmentSection]]:
+        """Yield the path and the section of each environment, those of evaluation last."""
+        for path, sections in ("", self.environments), ("evaluation.", self.evaluation.environments):
+            yield from ((f"{path}environments.{i}", section) for i, section in enumerate(sections))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from whet.component import Selection
+from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import DataError
 from whet.plugins.registry import load_plugins
@@ -188,22 +188,14 @@ def test_a_broken_sandbox_is_no_reward(tmp_path: Path) -> None:
 
 
 def test_check_says_where_no_sandbox_works(tmp_path: Path) -> None:
-    registry = load_plugins()
-
-    class Section:
-        def __init__(self, **settings: Any) -> None:
-            config = structure({"dataset": "made-up.jsonl", **settings}, CodeConfig, registry)
-            self.component = Selection("environments", registry.find("environments", "code").component, config)
-
-    class Evaluation:
-        environments = (Section(sandbox={"use": "docker", "command": str(tmp_path / "absent")}),)
-
-    class Config:
-        environments = (Section(),)
-        evaluation = Evaluation()
-
-    (problem,) = whet_check_config(Config())  # type: ignore[arg-type]
-    assert problem.path == "evaluation.environments[0].sandbox"
+    absent = {"sandbox": {"use": "docker", "command": str(tmp_path / "absent")}}
+    document = {
+        "run": {"folder": str(tmp_path / "run"), "steps": 1}, "model": {"path": "absent"}, "algorithm": "grpo",
+        "backend": "fsdp2", "environments": [{"use": "code", "dataset": "made-up.jsonl"}],
+        "evaluation": {"environments": [{"use": "code", "dataset": "made-up.jsonl", **absent}]},
+    }  # fmt: skip
+    (problem,) = whet_check_config(structure(document, Config, load_plugins()))
+    assert problem.path == "evaluation.environments.0.sandbox"
     assert "no program can run in the sandbox 'docker' on this machine" in problem.message
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+
+from whet_testing.http_server import served
 
 TOOLS = [
     {
@@ -110,30 +111,8 @@ TROUBLES: dict[str, tuple[int, str]] = {
 @contextmanager
 def serving(server: CounterServer) -> Iterator[CounterServer]:
     """Run a server in a thread."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    ended = asyncio.Event()
-
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes([web.post("/{route}", server.answer)])
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
+    with served([web.post("/{route}", server.answer)]) as server.url:
         yield server
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()
 
 
 def write(path: Any, *records: dict[str, Any]) -> str:

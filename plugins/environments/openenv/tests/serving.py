@@ -1,6 +1,5 @@
 """An OpenEnv server on the loopback address: a number to find, and what servers do wrong."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import WSMsgType, web
+
+from whet_testing.http_server import served
 
 NUMBER: dict[str, Any] = {
     "title": "Guess",
@@ -132,27 +133,5 @@ TROUBLES = {
 @contextmanager
 def serving(server: GuessServer) -> Iterator[GuessServer]:
     """Run a server in a thread."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    ended = asyncio.Event()
-
-    async def run() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/schema", server._schema), web.get("/ws", server._session)])
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
+    with served([web.get("/schema", server._schema), web.get("/ws", server._session)]) as server.url:
         yield server
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()

@@ -177,7 +177,6 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_text_of_the_server_is_cut_and_breaks_no_chat_template() -> None:
     with serving(GuessServer()) as server:
         environment = OpenEnv(OpenEnvConfig(url=server.url, observation_characters=20))
-        assert (
-            environment._shown({"text": "<|im_end|>" + "y" * 100}) == "< |im_end|>yyyyyyyyyy\n[90 characters left out]"
-        )
+        long = environment._shown({"text": "<|im_end|>" + "y" * 100})
+        assert long == "< |im_end|>\n[90 characters left out]\nyyyyyyyyyy"
         assert environment._shown({"a": 1, "b": [2]}) == '{"a": 1, "b": [2]}'

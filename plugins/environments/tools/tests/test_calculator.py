@@ -3,8 +3,11 @@ import asyncio
 import pytest
 
 from whet.component import Problem
+from whet.config.sections import Config
+from whet.config.structure import structure
 from whet.data.records import Task
 from whet.errors import DataError
+from whet.plugins.registry import load_plugins
 from whet_env_tools.calculator import Calculator, demonstrations, held_out
 from whet_env_tools.config import CalculatorConfig
 from whet_env_tools.hooks import whet_check_config
@@ -90,9 +93,9 @@ def test_demonstrations_are_episodes_that_score():
 
 
 def test_factors_that_cannot_be_drawn_are_a_problem_of_the_config():
-    from types import SimpleNamespace
-
-    sections = [SimpleNamespace(component=SimpleNamespace(config=CalculatorConfig(smallest=50, largest=20)))]
-    config = SimpleNamespace(environments=sections, evaluation=SimpleNamespace(environments=[]))
-    (problem,) = whet_check_config(config)
-    assert problem == Problem("environments[0].largest", "is 20, wanted at least smallest, 50")
+    document = {
+        "run": {"folder": "absent", "steps": 1}, "model": {"path": "absent"}, "algorithm": "grpo", "backend": "fsdp2",
+        "environments": [{"use": "calculator", "smallest": 50, "largest": 20}],
+    }  # fmt: skip
+    (problem,) = whet_check_config(structure(document, Config, load_plugins()))
+    assert problem == Problem("environments.0.largest", "is 20, wanted at least smallest, 50")

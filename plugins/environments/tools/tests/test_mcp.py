@@ -240,9 +240,9 @@ def test_check_says_what_a_server_lacks(monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     servers = {"a": {"command": ["absent-program"]}, "b": {"url": "http://x/", "token_variable": "NOT_SET"}}
     config = structure({"dataset": "x.jsonl", "mcp": servers}, ToolUseConfig, load_plugins())
-    assert [str(problem) for problem in _problems("environments[0]", config)] == [
-        "environments[0].mcp.a.command: there is no program 'absent-program'",
-        "environments[0].mcp.b: names the environment variable NOT_SET, which is not set",
+    assert [str(problem) for problem in _problems("environments.0", config)] == [
+        "environments.0.mcp.a.command: there is no program 'absent-program'",
+        "environments.0.mcp.b: names the environment variable NOT_SET, which is not set",
     ]
     for document, words in (
         ({}, "neither of command and url"),

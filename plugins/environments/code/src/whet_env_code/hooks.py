@@ -26,14 +26,10 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Yield a problem for each sandbox that cannot run a program on this machine."""
     from whet_sandbox.open import why_not
 
-    for path, sections in (
-        ("environments", config.environments),
-        ("evaluation.environments", config.evaluation.environments),
-    ):
-        for i, section in enumerate(sections):
-            found = section.component.config
-            if isinstance(found, CodeConfig | TinyFunctionsConfig) and (reason := why_not(found.sandbox)):
-                yield Problem(
-                    f"{path}[{i}].sandbox",
-                    f"no program can run in the sandbox {found.sandbox.component.name!r} on this machine: {reason}",
-                )
+    for path, section in config.played():
+        found = section.component.config
+        if isinstance(found, CodeConfig | TinyFunctionsConfig) and (reason := why_not(found.sandbox)):
+            yield Problem(
+                f"{path}.sandbox",
+                f"no program can run in the sandbox {found.sandbox.component.name!r} on this machine: {reason}",
+            )

@@ -18,7 +18,7 @@ from whet.interfaces.environment import Model, Responder
 from whet.interfaces.undecided import note
 from whet_data.quoting import answer_line, filled, quoted, without_markers
 from whet_data.readers import Row
-from whet_data.tasks import load_tasks, split_file
+from whet_data.tasks import DatasetTasks
 from whet_env_dialogue.config import SimulatedUserConfig
 
 UNWRITTEN = "(The simulated user writes the first message.)"
@@ -30,7 +30,7 @@ class SimulatedUser:
 
     def __init__(self, config: SimulatedUserConfig, roles: Mapping[str, Responder]) -> None:
         self._config, self._user = config, roles[config.role]
-        self._splits: dict[str, Sequence[Task]] = {}
+        self._tasks = DatasetTasks(config, self._task)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -40,12 +40,7 @@ class SimulatedUser:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split. Raises `DataError` with file and line."""
-        if split not in self._splits:
-            config = self._config
-            file = split_file(config.dataset, split, config.subset, config.max_records)
-            named = f"dataset {config.dataset!r}, split {split!r}"
-            self._splits[split] = load_tasks(file, named, self._task, config.max_bad_records)
-        return self._splits[split]
+        return self._tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one conversation, then ask the user for a verdict. Returns the rewards.

@@ -1,19 +1,13 @@
 """The config of the environment `nemo-gym`, and its facts for planning."""
 
 from typing import Any
-from urllib.parse import urlsplit
 
 from attrs import field, frozen, validators
 
 from whet.component import EnvironmentFacts
 from whet.config.bounds import BYTES, GROUP, PROCESSES, RECORDS, SECONDS, above, between
 from whet.data.model_info import ModelInfo
-
-
-def _of_a_server(instance: object, attribute: Any, value: str) -> None:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"is {value!r}, wanted the address of a server, e.g. http://127.0.0.1:8000")
+from whet_data.servers import server_address
 
 
 def _not_taken(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
@@ -25,7 +19,7 @@ def _not_taken(instance: object, attribute: Any, value: tuple[str, ...]) -> None
 class NemoGymConfig:
     """Tasks of a resources server of NeMo Gym, which runs their tools and verifies their responses."""
 
-    url: str = field(validator=_of_a_server)
+    url: str = field(validator=server_address)
     """The address of the resources server, e.g. `http://127.0.0.1:8000`."""
     dataset: str | dict[str, str] = field(validator=validators.min_len(1), metadata={"path": True})
     """A JSONL file of NeMo Gym, a folder with one file for each split, or a name on the Hugging Face hub; or one file

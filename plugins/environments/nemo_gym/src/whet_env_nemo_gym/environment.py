@@ -5,18 +5,18 @@ seed the session -> response with calls -> the server runs the tools -> response
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from whet.data.messages import Call, Conversation, Message
 from whet.data.records import Task
-from whet.errors import ConfigError, ContextFull, DataError
+from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
-from whet_data.quoting import without_markers
+from whet_data.quoting import shown
 from whet_data.readers import Row
-from whet_data.tasks import load_tasks, split_file
+from whet_data.servers import token_in
+from whet_data.tasks import DatasetTasks
 from whet_env_nemo_gym.config import NemoGymConfig
 from whet_env_nemo_gym.rows import names_of, opening, parameters, response, result, tools_of, written
 from whet_env_nemo_gym.server import Server, Session
@@ -27,12 +27,10 @@ class NemoGym:
 
     def __init__(self, config: NemoGymConfig) -> None:
         self._config = config
-        token = os.environ.get(config.token_variable, "") if config.token_variable else ""
-        if config.token_variable and not token:
-            raise ConfigError(f"nemo-gym.token_variable: {config.token_variable} is not set, or empty; set it")
+        token = token_in(config.token_variable, "nemo-gym.token_variable")
         self._server = Server(config.url, token, config.seconds, config.reply_bytes)
         self._free = asyncio.Semaphore(config.sessions)
-        self._splits: dict[str, Sequence[Task]] = {}
+        self._tasks = DatasetTasks(config, self._task)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -41,12 +39,7 @@ class NemoGym:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split. Raises `DataError` with file and line."""
-        if split not in self._splits:
-            config = self._config
-            file = split_file(config.dataset, split, config.subset, config.max_records)
-            named = f"dataset {config.dataset!r}, split {split!r}"
-            self._splits[split] = load_tasks(file, named, self._task, config.max_bad_records)
-        return self._splits[split]
+        return self._tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode in a session of its own. Returns its rewards.
@@ -72,7 +65,7 @@ class NemoGym:
                     results = [await self._called(session, call, names) for call in reply.calls]
                     items += [result(call, text) for call, text in zip(reply.calls, results, strict=True)]
                     messages = tuple(
-                        Message("tool", self._shown(text), answers=call.id)
+                        Message("tool", shown(text, self._config.tool_characters), answers=call.id)
                         for call, text in zip(reply.calls, results, strict=True)
                     )
             reward, components = await session.verified(record, response(params, items, f"{task.id}"))
@@ -95,12 +88,6 @@ class NemoGym:
         if not isinstance(arguments, Mapping):
             return json.dumps({"error": "the arguments are no JSON object"})
         return await session.tool(call.name, arguments)
-
-    def _shown(self, text: str) -> str:
-        most = self._config.tool_characters
-        if len(text) > most:
-            text = f"{text[:most]}\n[{len(text) - most} characters left out]"
-        return without_markers(text)
 
     def _task(self, row: Row) -> Task:
         params = parameters(row.record)

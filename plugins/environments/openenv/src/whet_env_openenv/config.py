@@ -1,7 +1,6 @@
 """The config of the environment `openenv`, and its facts for planning."""
 
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
@@ -9,23 +8,18 @@ from whet.component import EnvironmentFacts
 from whet.config.bounds import BYTES, FACTOR, GROUP, PROCESSES, RECORDS, SECONDS, SEED, above, between
 from whet.data.model_info import ModelInfo
 from whet_data.quoting import template_with
+from whet_data.servers import server_address
 
 PROMPT = """You act in an environment, step by step. {actions}
 
 {observation}"""
 
 
-def _of_a_server(instance: object, attribute: Any, value: str) -> None:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"is {value!r}, wanted the address of a server, e.g. http://127.0.0.1:8000")
-
-
 @frozen(kw_only=True)
 class OpenEnvConfig:
     """An environment that an OpenEnv server runs. Each task is a seed, with which the server resets it."""
 
-    url: str = field(validator=_of_a_server)
+    url: str = field(validator=server_address)
     """The address of the server, e.g. `http://127.0.0.1:8000`."""
     token_variable: str = ""
     """The environment variable with a token for the server, which is sent as `Authorization: Bearer`. Empty: none."""

@@ -5,17 +5,17 @@ reset with the seed -> observation -> response with an action -> step -> observa
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from whet.data.messages import Conversation, Message
 from whet.data.randomness import derive_seed
 from whet.data.records import Task
-from whet.errors import ConfigError, ContextFull, DataError
+from whet.errors import ContextFull, DataError
 from whet.interfaces.environment import Model
 from whet_data.generated import GeneratedTasks
-from whet_data.quoting import filled, without_markers
+from whet_data.quoting import cut, filled, without_markers
+from whet_data.servers import token_in
 from whet_env_openenv.actions import InvalidAction, action_format
 from whet_env_openenv.config import OpenEnvConfig
 from whet_env_openenv.session import ActionRefused, Observation, Server
@@ -30,9 +30,7 @@ class OpenEnv:
 
     def __init__(self, config: OpenEnvConfig) -> None:
         self._config = config
-        token = os.environ.get(config.token_variable, "") if config.token_variable else ""
-        if config.token_variable and not token:
-            raise ConfigError(f"openenv.token_variable: {config.token_variable} is not set, or empty; set it")
+        token = token_in(config.token_variable, "openenv.token_variable")
         self._server = Server(config.url, token, config.seconds, config.message_bytes)
         self._format = action_format(config, self._server.action_schema())
         self._free = asyncio.Semaphore(config.sessions)
@@ -90,13 +88,11 @@ class OpenEnv:
 
     def _shown(self, observation: Mapping[str, object]) -> str:
         """Return an observation as text for the model."""
-        name, most = self._config.observation_field, self._config.observation_characters
+        name = self._config.observation_field
         held = {key: value for key, value in observation.items() if key not in ("metadata", "reward", "done")}
         value = held.get(name, "") if name else next(iter(held.values())) if len(held) == 1 else held
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if len(text) > most:
-            text = f"{text[:most]}\n[{len(text) - most} characters left out]"
-        return without_markers(text)
+        return cut(text, self._config.observation_characters)
 
 
 def _record(model: Model, last: Observation, shown: str) -> None:

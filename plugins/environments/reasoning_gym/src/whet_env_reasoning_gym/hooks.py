@@ -23,11 +23,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Yield a problem for each data set that cannot be made here, e.g. because reasoning-gym is not installed."""
     from whet_env_reasoning_gym.environment import problem
 
-    for path, sections in (
-        ("environments", config.environments),
-        ("evaluation.environments", config.evaluation.environments),
-    ):
-        for i, section in enumerate(sections):
-            found = section.component.config
-            if isinstance(found, ReasoningGymConfig) and (reason := problem(found)):
-                yield Problem(f"{path}[{i}].{reason[0]}", reason[1])
+    for path, section in config.played():
+        found = section.component.config
+        if isinstance(found, ReasoningGymConfig) and (reason := problem(found)):
+            yield Problem(f"{path}.{reason[0]}", reason[1])

@@ -21,7 +21,7 @@ from whet.interfaces.environment import Model
 from whet.rollout.event_loop import gather_or_cancel
 from whet_data.quoting import filled, shown
 from whet_data.readers import Row
-from whet_data.tasks import load_tasks, split_file
+from whet_data.tasks import DatasetTasks
 from whet_env_tools.answers import canonical, final_answer, is_right
 from whet_env_tools.config import ToolUseConfig
 from whet_env_tools.processes import Outcome
@@ -41,7 +41,7 @@ class ToolUse:
         tools = [tool.plain for tool in self._toolbox.tools.values()]
         by_template = config.calls_by == "template"
         self._format: ByTemplate | ByText = ByTemplate(tools) if by_template else ByText(config, tools)
-        self._splits: dict[str, Sequence[Task]] = {}
+        self._tasks = DatasetTasks(config, self._task)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -50,12 +50,7 @@ class ToolUse:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split. Raises `DataError` with file and line."""
-        if split not in self._splits:
-            config = self._config
-            file = split_file(config.dataset, split, config.subset, config.max_records)
-            named = f"dataset {config.dataset!r}, split {split!r}"
-            self._splits[split] = load_tasks(file, named, self._task, config.max_bad_records)
-        return self._splits[split]
+        return self._tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode: answer calls until a response has none, or no turn is left. Returns the rewards."""

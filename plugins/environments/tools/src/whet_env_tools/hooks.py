@@ -27,16 +27,12 @@ def whet_environments() -> Iterable[Component]:
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Yield a problem for each section that cannot be played on this machine. No tool is started."""
-    for path, sections in (
-        ("environments", config.environments),
-        ("evaluation.environments", config.evaluation.environments),
-    ):
-        for i, section in enumerate(sections):
-            found = section.component.config
-            if isinstance(found, CalculatorConfig) and found.largest < found.smallest:
-                yield Problem(f"{path}[{i}].largest", f"is {found.largest}, wanted at least smallest, {found.smallest}")
-            if isinstance(found, ToolUseConfig):
-                yield from _problems(f"{path}[{i}]", found)
+    for path, section in config.played():
+        found = section.component.config
+        if isinstance(found, CalculatorConfig) and found.largest < found.smallest:
+            yield Problem(f"{path}.largest", f"is {found.largest}, wanted at least smallest, {found.smallest}")
+        if isinstance(found, ToolUseConfig):
+            yield from _problems(path, found)
 
 
 def _problems(path: str, config: ToolUseConfig) -> Iterable[Problem]:

@@ -26,15 +26,20 @@ def without_markers(text: str) -> str:
     return _MARKERS.sub(lambda found: f"{found[0]} ", text)
 
 
-def shown(output: str, most: int) -> str:
-    """Return the output of a tool as a message: without special tokens, at most `most` characters, never empty.
+def cut(text: str, most: int) -> str:
+    """Return a text without special tokens. One of more than `most` characters loses its middle; a line says how many.
 
-    A longer text loses characters in its middle; a line says how many.
+    The line is added to `most` characters.
     """
-    if len(output) > most:
-        left_out, end = len(output) - most, len(output) - most // 2
-        output = f"{output[: most - most // 2]}\n[{left_out} characters left out]\n{output[end:]}"
-    return without_markers(output).strip("\n") or "[no output]"
+    if len(text) > most:
+        left_out, end = len(text) - most, len(text) - most // 2
+        text = f"{text[: most - most // 2]}\n[{left_out} characters left out]\n{text[end:]}"
+    return without_markers(text)
+
+
+def shown(output: str, most: int) -> str:
+    """Return the output of a tool as a message, `cut` and never empty."""
+    return cut(output, most).strip("\n") or "[no output]"
 
 
 def quoted(text: str, most: int = 0) -> str:

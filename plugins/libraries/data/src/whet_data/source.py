@@ -16,7 +16,7 @@ from whet.errors import DataError
 from whet.interfaces.environment import Environment, Model
 from whet.plan.plan import facts_of
 from whet_data.readers import Row
-from whet_data.tasks import load_tasks, split_file
+from whet_data.tasks import DatasetTasks
 
 
 def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
@@ -76,16 +76,11 @@ class Prompts:
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
-        self._splits: dict[str, Sequence[Task]] = {}
+        self._tasks = DatasetTasks(config, self._task)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split. Raises `DataError` with file and line."""
-        if split not in self._splits:
-            config = self._config
-            file = split_file(config.dataset, split, config.subset, config.max_records)
-            named = f"dataset {config.dataset!r}, split {split!r}"
-            self._splits[split] = load_tasks(file, named, self._task, config.max_bad_records)
-        return self._splits[split]
+        return self._tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Send the prompt to the model. Returns no rewards."""

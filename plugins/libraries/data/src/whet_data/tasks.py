@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from whet.config.sections import DataFile
 from whet.data.records import Task
@@ -21,6 +22,39 @@ def split_file(dataset: str | Mapping[str, str], split: str, subset: str = "", l
     if split not in dataset:
         raise DataError(f"there is no split {split!r}; dataset names {', '.join(dataset)}")
     return DataFile(dataset[split], limit=limit)
+
+
+class DatasetConfig(Protocol):
+    """What a config of an environment has whose tasks are the records of a data set."""
+
+    @property
+    def dataset(self) -> str | Mapping[str, str]: ...  # noqa: D102
+
+    @property
+    def subset(self) -> str: ...  # noqa: D102
+
+    @property
+    def max_records(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_bad_records(self) -> float: ...  # noqa: D102
+
+
+class DatasetTasks:
+    """The tasks of a data set, a task for each record. A split is loaded when it is first asked for."""
+
+    def __init__(self, config: DatasetConfig, make: Callable[[Row], Task]) -> None:
+        self._config, self._make = config, make
+        self._splits: dict[str, tuple[Task, ...]] = {}
+
+    def __call__(self, split: str) -> tuple[Task, ...]:
+        """Return the tasks of a split. Raises `DataError` with file and line."""
+        if split not in self._splits:
+            config = self._config
+            file = split_file(config.dataset, split, config.subset, config.max_records)
+            named = f"dataset {config.dataset!r}, split {split!r}"
+            self._splits[split] = load_tasks(file, named, self._make, config.max_bad_records)
+        return self._splits[split]
 
 
 def load_tasks(file: DataFile, named: str, make: Callable[[Row], Task], max_bad: float) -> tuple[Task, ...]:

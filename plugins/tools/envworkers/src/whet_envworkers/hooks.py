@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Yield a problem for each Python of an environment that is not there, or in which it cannot be played."""
-    for path, sections in (
-        ("environments", config.environments),
-        ("evaluation.environments", config.evaluation.environments),
-    ):
-        for i, section in enumerate(sections):
-            if section.worker is not None and section.worker.python:
-                words = _unfit(section.component, section.worker.python)
-                yield from (Problem(f"{path}.{i}.worker.python", one) for one in words)
+    for path, section in config.played():
+        if section.worker is not None and section.worker.python:
+            words = _unfit(section.component, section.worker.python)
+            yield from (Problem(f"{path}.worker.python", one) for one in words)
 
 
 def _unfit(selection: Selection, python: str) -> list[str]:
