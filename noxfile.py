@@ -144,7 +144,7 @@ def adapters(session: nox.Session) -> None:
     session.run(str(apart / "bin" / "python"), "-m", "pip", "install", "-q", "verifiers==0.4.0", external=True)
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]
     known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": str(apart)}
-    session.run("pytest", "-n", "0", "tests/adapters", *plugins, *session.posargs, env=known)
+    session.run("pytest", "tests/adapters", *plugins, *session.posargs, env=known)
 
 
 @nox.session

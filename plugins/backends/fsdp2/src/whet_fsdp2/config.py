@@ -14,6 +14,7 @@ from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
+from whet_training.heads import outputs_of
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 
@@ -173,19 +174,11 @@ class Fsdp2Config:
     N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
 
 
-def outputs(config: Fsdp2Config) -> frozenset[str]:
-    """Return the names of the outputs of a model with this config."""
-    if config.head == "value":
-        return frozenset({"values"})
-    divergences = {"kl_forward", "kl_reverse", "jensen_shannon"} if config.teacher else set()
-    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
-
-
 def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, and the memory of weights, gradients and optimizer on one rank."""
     held = {"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}
     return BackendFacts(
-        outputs_given=outputs(config),
+        outputs_given=outputs_of(config.head, config.teacher),
         weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
         adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whet.config.structure import structure
 from whet.data.files import disk_errors
-from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
+from whet.data.model_info import ModelInfo, write_chat_template
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
@@ -35,6 +35,7 @@ from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_memory.measure import PeakMeter
 from whet_training.export import copy_companions, set_padding, write_weights
+from whet_training.heads import read_teacher
 from whet_training.layout import Layout
 from whet_weights.offload import Offload
 from whet_weights.stored_names import StoredNames
@@ -96,7 +97,7 @@ class HeldModels:
         if self._config.reference and self._adapters is None:
             self._frozen["reference"], _ = self._build(model, trained=False)
         if self._config.teacher and isinstance(self._root, Root):
-            info = self._teacher()
+            info = read_teacher(self._config.teacher, model)
             teacher, layout = self._build(info, trained=False)
             assert isinstance(teacher, Root)
             if layout != self._layout:
@@ -114,13 +115,6 @@ class HeldModels:
         self._nonfinite = 0
         # An optimizer step makes the pages of trained weights memory of this process; frozen ones stay in the file.
         self._memory.count_mapped(local(one) for one in self._parameters() if not one.requires_grad)
-
-    def _teacher(self) -> ModelInfo:
-        info = read_model(locate(self._config.teacher), self._info.dtype, self._info.trust_remote_code)
-        if info.vocab_size != self._info.vocab_size:
-            sizes = f"{info.vocab_size} tokens, the model that is trained {self._info.vocab_size}"
-            raise ConfigError(f"backend.teacher: {info.path} has a vocabulary of {sizes}; they must share one")
-        return info
 
     def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
         config, ranks = self._config, self._ranks

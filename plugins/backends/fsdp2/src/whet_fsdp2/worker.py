@@ -23,12 +23,12 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.loss import Loss
-from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.experts import Step
 from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.held import HeldModels, leaving_room
 from whet_fsdp2.lora import Adapters
 from whet_fsdp2.root import AnyRoot
+from whet_training.heads import outputs_of
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import Watch
@@ -127,7 +127,7 @@ class Worker(HeldModels, LossWorker):
         return self._objective(spread(one, outputs), part, loss, counts)
 
     def _given(self) -> frozenset[str]:
-        return known_outputs(self._config)
+        return outputs_of(self._config.head, self._config.teacher)
 
     def _drop_gradients(self) -> None:
         self._weights.drop_gradients()

@@ -16,6 +16,7 @@ from whet.errors import ConfigError
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
 from whet_megatron.parallel import ParallelConfig
+from whet_training.heads import outputs_of
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 
@@ -84,19 +85,11 @@ class MegatronConfig:
     N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
 
 
-def outputs(config: MegatronConfig) -> frozenset[str]:
-    """Return the names of the outputs of a model with this config."""
-    if config.head == "value":
-        return frozenset({"values"})
-    divergences = {"kl_forward", "kl_reverse", "jensen_shannon"} if config.teacher else set()
-    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
-
-
 def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, what does not divide, and the memory of one rank."""
     fits = not any(refusals(model))
     return BackendFacts(
-        outputs_given=outputs(config),
+        outputs_given=outputs_of(config.head, config.teacher),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),

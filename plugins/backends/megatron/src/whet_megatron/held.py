@@ -12,8 +12,8 @@ from torch import Tensor
 
 from whet.config.structure import structure
 from whet.data.files import disk_errors
-from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
-from whet.errors import ConfigError, WhetError
+from whet.data.model_info import ModelInfo, write_chat_template
+from whet.errors import WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
@@ -29,6 +29,7 @@ from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_memory.measure import PeakMeter
 from whet_training.export import copy_companions, write_weights
+from whet_training.heads import read_teacher
 from whet_weights.offload import Offload
 
 
@@ -73,7 +74,9 @@ class HeldModels:
         if self._config.reference:
             self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
         if self._config.teacher and not self._model.value:
-            self._frozen["teacher"] = HeldModel(self._teacher(), self._config, self._ranks, seed, trained=False)
+            self._frozen["teacher"] = HeldModel(
+                read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
+            )
         self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
         context = self._ranks.group("context")
         self._feeder = Feeder(
@@ -81,13 +84,6 @@ class HeldModels:
         )
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
-
-    def _teacher(self) -> ModelInfo:
-        info = read_model(locate(self._config.teacher), self._info.dtype, self._info.trust_remote_code)
-        if info.vocab_size != self._info.vocab_size:
-            sizes = f"{info.vocab_size} tokens, the model that is trained {self._info.vocab_size}"
-            raise ConfigError(f"backend.teacher: {info.path} has a vocabulary of {sizes}; they must share one")
-        return info
 
     def _passes(self, model: HeldModel) -> Passes:
         return Passes(Head(model, self._config.logprob_chunk), self._device)

@@ -25,12 +25,12 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.loss import Loss
-from whet_megatron.config import outputs as known_outputs
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.feed import Feed
 from whet_megatron.held import HeldModels
 from whet_megatron.passes import Passes, Teacher
 from whet_ops.head_outputs import wanted_divergences
+from whet_training.heads import outputs_of
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import clock
@@ -159,7 +159,7 @@ class Worker(HeldModels, LossWorker):
         return self._feeder.nothing(batch.take([])) if part is None else self._feeder.feed(part)
 
     def _given(self) -> frozenset[str]:
-        return known_outputs(self._config)
+        return outputs_of(self._config.head, self._config.teacher)
 
     def _drop_gradients(self) -> None:
         self._steps().drop_gradients()
