@@ -5,7 +5,7 @@ from pathlib import Path
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["tests", "engines(vllm)"]
+nox.options.sessions = ["tests", "engines(vllm)", "backends(megatron)", "adapters"]
 TRACKERS = ("plugins/loggers/trackio", "plugins/loggers/wandb")  # their trackers are large, and pin what others need
 MEGATRON = "plugins/backends/megatron"  # its tests take minutes, and skip where Megatron Core is not installed
 PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS, MEGATRON})
@@ -130,13 +130,16 @@ def bench_engines(session: nox.Session, engine: str) -> None:
     session.run("python", "benchmarks/engines.py", engine, *session.posargs, env=environment)
 
 
-LIBRARIES = ("reasoning-gym==0.1.25", "gymnasium==1.4.0", "mcp==2.3.0", "websockets")
-"""Libraries of environments whose pins allow one environment. Where one is missing, the tests of its adapter skip."""
+LIBRARIES = (
+    "reasoning-gym==0.1.25", "gymnasium==1.4.0",
+    "openai", "openai-agents==0.24.0", "langchain==1.5.2", "langchain-openai==1.7.4", "anthropic==2.13.0",
+)  # fmt: skip
+"""Environments and agents of others whose pins allow one environment. Where one is missing, its tests skip."""
 
 
 @nox.session
 def adapters(session: nox.Session) -> None:
-    """Train two steps and evaluate on environments of other libraries, unmodified; `-- -k gymnasium`."""
+    """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
     apart = Path(session.virtualenv.location).absolute() / "verifiers"  # it fixes other versions of mcp and openai
     if not (apart / "bin" / "python").exists():
@@ -144,7 +147,7 @@ def adapters(session: nox.Session) -> None:
     session.run(str(apart / "bin" / "python"), "-m", "pip", "install", "-q", "verifiers==0.4.0", external=True)
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]
     known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": str(apart)}
-    session.run("pytest", "tests/adapters", *plugins, *session.posargs, env=known)
+    session.run("pytest", "tests/adapters", "tests/test_endpoint.py", *plugins, *session.posargs, env=known)
 
 
 @nox.session
