@@ -202,10 +202,11 @@ def test_answers_are_made_while_the_trainer_trains(
         assert both == 0
     else:
         assert both > 0.6 * training, "a step takes the longer of the two, not their sum"
-    for row in list(read_rows(tmp_path / "run/metrics.jsonl"))[1:]:
-        assert 0 < row["seconds/generator.generate"] <= row["seconds/step"] + 0.1
-        waited = row["seconds/rollout.take"] + row["seconds/backend.train"]
-        assert waited == pytest.approx(row["seconds/step"], abs=0.15)
+    rows = list(read_rows(tmp_path / "run/metrics.jsonl"))[1:]
+    waits = [row["seconds/rollout.take"] + row["seconds/backend.train"] for row in rows]
+    assert all(row["seconds/generator.generate"] > 0 for row in rows)
+    assert all(wait <= row["seconds/step"] for wait, row in zip(waits, rows, strict=True))
+    assert sum(waits) > 0.6 * sum(row["seconds/step"] for row in rows), "a step waits for answers and for training"
 
 
 def test_evaluation_has_the_generator_for_itself_and_gives_what_it_gives_without_staleness(

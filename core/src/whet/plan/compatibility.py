@@ -18,7 +18,7 @@ from whet.data.model_info import ModelInfo
 from whet.plan.evaluation import evaluation_problems, keep_best_problems
 from whet.plan.placement import gpus_apart, joins
 from whet.plan.roles import Roles
-from whet.plugins.features import missing_processes
+from whet.plugins.features import APART
 from whet.plugins.launchers import LOCAL
 
 LOSS, ADVANTAGES = "algorithm.loss", "algorithm.advantages"
@@ -104,7 +104,7 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
         split, known = entry.split or DEFAULT_SPLIT[where], facts.get(f"{where}.{i}", EnvironmentFacts()).splits
         if known is not None and split not in known:
             yield Problem(f"{where}.{i}.split", f"there is no split {split!r}; there are {', '.join(known)}")
-        if entry.worker is not None and (missing := missing_processes()):
+        if entry.worker is not None and (missing := APART.missing()):
             yield Problem(f"{where}.{i}.worker", f"is given; {missing}")
         if where == "environments" and entry.sampling.temperature == 0:
             yield Problem(

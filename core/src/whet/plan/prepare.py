@@ -24,7 +24,7 @@ from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
-from whet.plugins.features import forecasting, missing_probe, missing_reader, reader
+from whet.plugins.features import PROBE, READER, forecasting, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.process import extra_folders
@@ -136,7 +136,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
 def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
     """Yield a problem where weight syncs are to be checked and nothing that is installed can check them."""
     wanted = section.every and "generator" in roles.names and "logprobs" in roles.backend.outputs_given
-    if wanted and (missing := missing_probe()):
+    if wanted and (missing := PROBE.missing()):
         yield Problem("weight_sync.probe.every", f"is {section.every}; {missing}, or set 0 to run without checks")
 
 
@@ -274,7 +274,7 @@ def look_at_data(
     Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`;
     `names`: see `field_names`.
     """
-    if section and (missing := missing_reader()):
+    if section and (missing := READER.missing()):
         return [Problem("data", f"is given; {missing}")], []
     problems, recognised = list[Problem](), list[str]()
     for name, files in (("train", section.train), ("validation", section.validation)) if section else ():

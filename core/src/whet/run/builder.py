@@ -24,7 +24,7 @@ from whet.interfaces.logger import Event, RunInfo
 from whet.interfaces.state import Components
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
-from whet.plugins.features import load_recorder, missing_recorder
+from whet.plugins.features import RECORDER
 from whet.plugins.registry import validate
 from whet.run import checkpoint
 from whet.run.background import Background
@@ -211,9 +211,8 @@ def _recorder(section: "RecordSection", outputs: Any, backend: Any, pieces: Any,
     """Return the recorder of episodes. Without a distribution that records tokens, the journal states it."""
     from whet.rollout.recorder import MessageRecorder
 
-    missing = missing_recorder()
-    if not missing:
-        made: Recorder = load_recorder()(section, outputs, backend, pieces)
+    if not (missing := RECORDER.missing()):
+        made: Recorder = RECORDER.load()(section, outputs, backend, pieces)
         return made
     if section.every:
         folder.journal("no_tokens", why=missing)

@@ -14,7 +14,7 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.features import load_apart, reader, responses
+from whet.plugins.features import APART, reader, responses
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def build_route(
     name = entry.name or entry.component.name
     try:
         if entry.worker is not None:
-            environment = load_apart()(entry, name, deadlines, *roles)
+            environment = APART.load()(entry, name, deadlines, *roles)
         else:
             environment = build_selection(entry.component, *roles)
         sampling = partial(_sampling, entry.sampling)

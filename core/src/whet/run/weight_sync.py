@@ -19,7 +19,7 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec, TransportDriver
-from whet.plugins.features import load_probe
+from whet.plugins.features import PROBE
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection
@@ -155,9 +155,10 @@ def make_probe(
     if not section.every or "logprobs" not in roles.backend.outputs_given:
         return None
     tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype
-    return load_probe()(
+    probe: Probe = PROBE.load()(
         section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
         temperature=temperature, dtypes=(dtype or model.dtype, model.dtype), replicas=roles["generator"].ranks,
         generator=generator, run=run, trial="trial" in roles.backend.weights_given,
         score=lambda batch, weights: trainer.score(batch, ("logprobs",), weights)["logprobs"],
     )  # fmt: skip
+    return probe

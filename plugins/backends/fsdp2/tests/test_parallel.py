@@ -14,10 +14,9 @@ from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
-from whet_testing.three_steps import steps_by_hand
+from whet_testing.three_steps import LIKELIHOOD, steps_by_hand, steps_of
 
 pytestmark = pytest.mark.slow
-LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SEEDS = (0, 1, 2)
@@ -89,11 +88,6 @@ def reference(folders, make_batch):
     return steps
 
 
-def trained(backend, batches, loss=LIKELIHOOD):
-    found = [backend.train(batch, loss) for batch in batches]
-    return np.array([(one["loss"].number(), one["grad_norm"].number()) for one in found])
-
-
 def cases():
     for layout, (_, sizes) in LAYOUTS.items():
         for name in MODELS:
@@ -108,13 +102,13 @@ def test_three_steps_equal_those_of_one_process_by_hand(build, reference, make_b
         if rows == "padded" and "context" in layout:
             continue
         # 40 tokens of some 180: several micro-batches on each rank
-        found = trained(build(name, layout, micro_batch_tokens=40, layout=rows), batches)
+        found = steps_of(build(name, layout, micro_batch_tokens=40, layout=rows), batches)
         np.testing.assert_allclose(found, reference(name), rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["fsdp 2", "tensor 2", "context 2", "tensor 2 x fsdp 2"])
 def test_three_steps_in_bfloat16_stay_near_float32(build, reference, make_batch, layout):
-    found = trained(build("llama", layout, "bfloat16", micro_batch_tokens=40), [make_batch(seed) for seed in SEEDS])
+    found = steps_of(build("llama", layout, "bfloat16", micro_batch_tokens=40), [make_batch(seed) for seed in SEEDS])
     np.testing.assert_allclose(found, reference("llama"), rtol=3e-2)
 
 
@@ -125,7 +119,7 @@ def test_three_steps_in_bfloat16_stay_near_float32(build, reference, make_batch,
     ids=str,
 )
 def test_options_hold_in_every_layout(build, reference, make_batch, layout, options):
-    found = trained(build("qwen3", layout, micro_batch_tokens=40, **options), [make_batch(seed) for seed in SEEDS])
+    found = steps_of(build("qwen3", layout, micro_batch_tokens=40, **options), [make_batch(seed) for seed in SEEDS])
     np.testing.assert_allclose(found, reference("qwen3"), rtol=1e-4)
 
 
@@ -145,14 +139,14 @@ def test_scores_are_those_of_one_rank(build, folders, make_batch, layout):
     at = mixed.with_columns(topk_ids=expected["topk_ids:4"])
     for loss in ("Divergence", "AtTokens"):
         spec = Spec(f"whet_testing.losses:{loss}")
-        np.testing.assert_allclose(trained(several, [at], spec), trained(one, [at], spec), rtol=1e-4)
+        np.testing.assert_allclose(steps_of(several, [at], spec), steps_of(one, [at], spec), rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["tensor 2", "context 2", "tensor 2 x fsdp 2"])
 def test_values_are_those_of_one_rank(build, make_batch, layout):
     one, several = build("qwen3", head="value"), build("qwen3", layout, head="value")
     spec, batches = Spec("whet_testing.losses:Regression"), [make_batch(0), make_batch(1).take([0])]
-    np.testing.assert_allclose(trained(several, batches, spec), trained(one, batches, spec), rtol=1e-4)
+    np.testing.assert_allclose(steps_of(several, batches, spec), steps_of(one, batches, spec), rtol=1e-4)
 
 
 EXPERTS = ExpertsConfig(balance=0.3, z_loss=0.1)
@@ -173,7 +167,7 @@ def test_balance_and_loads_are_those_of_one_rank(build, make_batch, layout, over
 @pytest.mark.parametrize("layout", ["expert 2", "tensor 2 x fsdp 2", "replicate 2 x fsdp 2", "tensor 2, expert 2"])
 def test_routers_that_each_rank_holds_whole_train_as_on_one_rank(build, ernie, make_batch, layout):
     batches = [make_batch(seed) for seed in SEEDS]
-    one, several = (trained(build(ernie, where, micro_batch_tokens=40), batches) for where in ("", layout))
+    one, several = (steps_of(build(ernie, where, micro_batch_tokens=40), batches) for where in ("", layout))
     np.testing.assert_allclose(several, one, rtol=1e-4)
 
 
@@ -193,13 +187,13 @@ def test_a_checkpoint_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
 ):
     later = [make_batch(seed) for seed in (2, 3)]
     first = build(name, saving)
-    trained(first, [make_batch(0), make_batch(1)])
+    steps_of(first, [make_batch(0), make_batch(1)])
     first.save(tmp_path / "saved").result()
-    expected = trained(first, later)
+    expected = steps_of(first, later)
     for where in (saving, loading):
         other = build(name, where)
         other.load(tmp_path / "saved")
-        found = trained(other, later)
+        found = steps_of(other, later)
         if where == saving:
             assert np.array_equal(found, expected)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -209,7 +203,7 @@ def test_a_checkpoint_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
 def test_muon_steps_as_on_one_rank(build, make_batch, layout):
     batches = [make_batch(seed) for seed in SEEDS]
     optimizer = OptimizerConfig(lr=1e-3, kind="muon")
-    one, several = (trained(build("llama", where, optimizer=optimizer), batches) for where in ("", layout))
+    one, several = (steps_of(build("llama", where, optimizer=optimizer), batches) for where in ("", layout))
     np.testing.assert_allclose(several, one, rtol=1e-3)
 
 
@@ -226,7 +220,7 @@ def test_an_export_is_bitwise_the_model_that_was_loaded(build, folders, tmp_path
 
 def test_a_checkpoint_that_lacks_a_ranks_part_is_refused(build, make_batch, tmp_path):
     backend = build("qwen3", "fsdp 2")
-    trained(backend, [make_batch(0)])
+    steps_of(backend, [make_batch(0)])
     backend.save(tmp_path / "saved").result()
     (tmp_path / "saved" / "rank-0001.json").unlink()
     backend.close()

@@ -6,18 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from whet.component import Spec
 from whet.errors import WhetError
 from whet_megatron.config import OptimizerConfig
+from whet_testing.three_steps import steps_of
 from whet_training.weight_groups import WeightGroup
-
-LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
-
-
-def trained(backend, batches, loss=LIKELIHOOD):
-    found = [backend.train(batch, loss) for batch in batches]
-    return np.array([(one["loss"].number(), one["grad_norm"].number()) for one in found])
-
 
 CONTINUATIONS = [
     ("qwen3", (2, {"tensor": 2}), (2, {"pipeline": 2})),
@@ -34,14 +26,14 @@ def test_a_checkpoint_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
 ):
     later = [make_batch(seed) for seed in (2, 3, 4)]
     first = build(name, *saving)
-    trained(first, [make_batch(0), make_batch(1)])
+    steps_of(first, [make_batch(0), make_batch(1)])
     first.save(tmp_path / "saved").result()
-    expected = trained(first, later)
+    expected = steps_of(first, later)
     first.close()
     for where in (saving, loading):
         other = build(name, *where)
         other.load(tmp_path / "saved")
-        found = trained(other, later)
+        found = steps_of(other, later)
         other.close()
         if where == saving:
             assert np.array_equal(found, expected)
@@ -52,19 +44,21 @@ def test_weights_with_rates_of_their_own_keep_them_after_a_resume(build, make_ba
     groups = (WeightGroup("embed_tokens", lr_factor=0.1), WeightGroup("o_proj", weight_decay=0.5))
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, groups=groups)
     first, again = build(optimizer=optimizer), build(optimizer=optimizer)
-    trained(first, [make_batch(0)])
+    steps_of(first, [make_batch(0)])
     first.save(tmp_path / "saved").result()
     again.load(tmp_path / "saved")
     later = [make_batch(1), make_batch(2)]
-    expected = trained(first, later)
-    assert np.array_equal(trained(again, later), expected)
-    assert not np.array_equal(trained(build(optimizer=OptimizerConfig(lr=1e-2)), [make_batch(0), *later])[1:], expected)
+    expected = steps_of(first, later)
+    assert np.array_equal(steps_of(again, later), expected)
+    assert not np.array_equal(
+        steps_of(build(optimizer=OptimizerConfig(lr=1e-2)), [make_batch(0), *later])[1:], expected
+    )
 
 
 @pytest.fixture
 def saved(build, make_batch, tmp_path):
     backend = build("qwen3")
-    trained(backend, [make_batch(0)])
+    steps_of(backend, [make_batch(0)])
     backend.save(tmp_path / "saved").result()
     return tmp_path / "saved"
 

@@ -16,6 +16,7 @@ from whet_megatron.architecture import Family
 from whet_megatron.checks import problems as section_problems
 from whet_megatron.config import MegatronConfig, OptimizerConfig, facts, problems
 from whet_megatron.parallel import Grid, ParallelConfig, padded_rows
+from whet_training.ranks import members
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 
@@ -182,7 +183,7 @@ def test_ranks_are_numbered_as_megatron_numbers_them():
     places = [attrs.astuple(grid.coordinates(rank)) for rank in range(8)]  # data, tensor, pipeline, context
     assert places == [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0), (1, 0, 1, 0),
                       (1, 1, 1, 0)]  # fmt: skip
-    assert grid.members(0, "tensor", "pipeline", "context") == [0, 1, 4, 5]
+    assert members(grid, 0, "tensor", "pipeline", "context") == [0, 1, 4, 5]
 
 
 def test_the_plan_says_what_layers_are_made_of():

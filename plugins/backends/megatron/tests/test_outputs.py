@@ -6,18 +6,13 @@ import pytest
 from whet.component import Spec
 from whet.errors import WhetError
 from whet_megatron.config import OptimizerConfig
+from whet_testing.three_steps import LIKELIHOOD, steps_of
 
-LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 SPLITS = [
     (2, {"tensor": 2, "sequence": True}),
     (2, {"pipeline": 2}),
     (2, {"context": 2}),
 ]
-
-
-def trained(backend, batches, loss=LIKELIHOOD):
-    found = [backend.train(batch, loss) for batch in batches]
-    return np.array([(one["loss"].number(), one["grad_norm"].number()) for one in found])
 
 
 @pytest.mark.slow
@@ -38,15 +33,15 @@ def test_outputs_are_those_of_one_rank(build, folders, make_batch, split):
     at = mixed.with_columns(topk_ids=expected["topk_ids:4"])
     for loss in ("AtTokens", "Divergence"):
         spec = Spec(f"whet_testing.losses:{loss}")
-        np.testing.assert_allclose(trained(several, [at], spec), trained(one, [at], spec), rtol=1e-5)
+        np.testing.assert_allclose(steps_of(several, [at], spec), steps_of(one, [at], spec), rtol=1e-5)
     losses = [backend.evaluate(mixed, LIKELIHOOD)["loss"].number() for backend in (one, several)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     # a sequence alone, one from which nothing is learned, and sequences of which the loss wants few
     small = mixed.take([0])
-    np.testing.assert_allclose(trained(several, [small]), trained(one, [small]), rtol=1e-4)
+    np.testing.assert_allclose(steps_of(several, [small]), steps_of(one, [small]), rtol=1e-4)
     few = mixed.with_columns(advantages=np.where(mixed["group"] < 2, mixed["advantages"], 0).astype(np.float32))
     skipping = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
-    np.testing.assert_allclose(trained(several, [few], skipping), trained(one, [few], skipping), rtol=1e-4)
+    np.testing.assert_allclose(steps_of(several, [few], skipping), steps_of(one, [few], skipping), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -57,7 +52,7 @@ def test_values_are_those_of_one_rank_and_of_the_exported_classifier(build, fold
 
     one, several = build("qwen3", head="value"), build("qwen3", *split, head="value")
     spec, batches = Spec("whet_testing.losses:Regression"), [make_batch(0), make_batch(1).take([0])]
-    np.testing.assert_allclose(trained(several, batches, spec), trained(one, batches, spec), rtol=1e-4)
+    np.testing.assert_allclose(steps_of(several, batches, spec), steps_of(one, batches, spec), rtol=1e-4)
     several.export(tmp_path / "out")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     alone = make_batch(0).take([0])
@@ -76,7 +71,7 @@ def test_values_are_those_of_one_rank_and_of_the_exported_classifier(build, fold
 def test_recomputed_activations_give_the_same_numbers(build, make_batch, split, kind):
     batches = [make_batch(0), make_batch(1)]
     plain, saving = (build("qwen3", *split, gradient_checkpointing=how) for how in (False, kind))
-    np.testing.assert_allclose(trained(saving, batches), trained(plain, batches), rtol=1e-6)
+    np.testing.assert_allclose(steps_of(saving, batches), steps_of(plain, batches), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -85,7 +80,7 @@ def test_gradients_are_added_up_over_data_parallel_ranks_however(build, make_bat
     batches = [make_batch(seed) for seed in range(3)]
     one = build("llama", micro_batch_tokens=40)
     two = build("llama", 2, micro_batch_tokens=40, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, **options))
-    np.testing.assert_allclose(trained(two, batches), trained(one, batches), rtol=1e-4)
+    np.testing.assert_allclose(steps_of(two, batches), steps_of(one, batches), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -93,7 +88,7 @@ def test_gradients_are_added_up_over_data_parallel_ranks_however(build, make_bat
 def test_three_steps_in_bfloat16_stay_near_float32(build, make_batch, split):
     batches = [make_batch(seed) for seed in range(3)]
     low = build("llama", *split, dtype="bfloat16", micro_batch_tokens=40)
-    np.testing.assert_allclose(trained(low, batches), trained(build("llama"), batches), rtol=3e-2)
+    np.testing.assert_allclose(steps_of(low, batches), steps_of(build("llama"), batches), rtol=3e-2)
 
 
 def test_outputs_that_it_does_not_give_are_refused_by_name(build, make_batch):

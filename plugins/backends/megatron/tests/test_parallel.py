@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from whet.component import Spec
 from whet_megatron.config import OptimizerConfig
-from whet_testing.three_steps import steps_by_hand
+from whet_testing.three_steps import steps_by_hand, steps_of
 
 pytestmark = pytest.mark.slow
-LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SEEDS = (0, 1, 2)
 LAYOUTS = {
@@ -54,11 +52,6 @@ def reference(folders, make_batch):
     return steps
 
 
-def trained(backend, batches, loss=LIKELIHOOD):
-    found = [backend.train(batch, loss) for batch in batches]
-    return np.array([(one["loss"].number(), one["grad_norm"].number()) for one in found])
-
-
 def cases():
     for known, names in ((LAYOUTS, DENSE), (MIXED, MIXTURES)):
         for layout, (ranks, sizes) in known.items():
@@ -75,6 +68,6 @@ def test_three_steps_equal_those_of_one_process_by_hand(
     for rows in ("packed", "padded"):
         # 40 tokens of some 180: several micro-batches on each rank
         backend = build(folders(name, layers=layers(layout)), ranks, sizes, micro_batch_tokens=40, layout=rows)
-        found = trained(backend, batches)
+        found = steps_of(backend, batches)
         backend.close()
         np.testing.assert_allclose(found, reference(name, layers(layout)), rtol=1e-4, err_msg=rows)

@@ -85,16 +85,6 @@ class Grid:
         data, context = divmod(place, self.sizes.context)
         return RankCoordinates(data=data, tensor=tensor, context=context)
 
-    def members(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from a rank in the given coordinates only, and the rank itself, in order."""
-        mine = attrs.asdict(self.coordinates(rank))
-
-        def alike(other: int) -> bool:
-            found = attrs.asdict(self.coordinates(other))
-            return all(found[axis] == mine[axis] for axis in mine if axis not in axes)
-
-        return [other for other in range(self.ranks) if alike(other)]
-
 
 def _indivisible(sizes: ParallelConfig, ranks: int) -> Iterator[str]:
     """Yield each key that does not divide the ranks, with the reason."""

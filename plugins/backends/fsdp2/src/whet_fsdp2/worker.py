@@ -29,6 +29,7 @@ from whet_fsdp2.held import HeldModels, leaving_room
 from whet_fsdp2.lora import Adapters
 from whet_fsdp2.root import AnyRoot
 from whet_training.heads import outputs_of
+from whet_training.layout import ranges
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import Watch
@@ -175,8 +176,7 @@ class Worker(HeldModels, LossWorker):
             values = spread(one, root(one, outputs))
             if part is None:
                 continue
-            lengths = part["lengths"]
-            where = np.arange(part.tokens) + np.repeat(starts[chosen] - (np.cumsum(lengths) - lengths), lengths)
+            where = ranges(starts[chosen], part["lengths"])
             for name in outputs:
                 found[name][where] = values[name].cpu().numpy()
         return found

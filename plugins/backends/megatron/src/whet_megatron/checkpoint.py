@@ -17,9 +17,7 @@ from typing import Any
 import attrs
 
 from whet.data.files import disk_errors
-from whet.data.model_info import ModelInfo
 from whet.errors import CheckpointError
-from whet_megatron.cpu_shim import optimizer_types
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
@@ -30,7 +28,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 """Megatron's settings with which a checkpoint loads with any parallelism."""
 
 
-def write(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ranks: Ranks) -> None:
+def write(folder: Path, model: HeldModel, stepper: Stepper, ranks: Ranks) -> None:
     """Write a checkpoint durably. Every rank must take part."""
     from megatron.core import dist_checkpointing
 
@@ -57,7 +55,7 @@ def write(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ran
     ranks.sum_all([0.0])
 
 
-def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, ranks: Ranks) -> None:
+def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     """Load a checkpoint. Raises `CheckpointError` before anything is changed if it is of another model or damaged."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
@@ -73,8 +71,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper, info: ModelInfo, rank
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
     for number, stage in enumerate(model.weights.stages):
         stage.load_state_dict(found[_key(number)], strict=True)
-    with optimizer_types():
-        stepper.load(found["optimizer"], int(document["optimizer_steps"]))
+    stepper.load(found["optimizer"], int(document["optimizer_steps"]))
 
 
 def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
@@ -82,8 +79,7 @@ def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, An
     metadata = dict(METADATA)  # Megatron adds its groups, which end with the role
     stages = enumerate(model.weights.stages)
     state: dict[str, Any] = {_key(number): stage.sharded_state_dict(metadata=metadata) for number, stage in stages}
-    with optimizer_types():
-        state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
+    state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
     return state
 
 

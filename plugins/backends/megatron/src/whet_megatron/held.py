@@ -123,12 +123,12 @@ class HeldModels:
     @as_on_gpu
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
-        checkpoint.write(Path(folder), self._model, self._steps(), self._info, self._ranks)
+        checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
 
     @as_on_gpu
     def load(self, folder: str) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
-        checkpoint.read(Path(folder), self._model, self._steps(), self._info, self._ranks)
+        checkpoint.read(Path(folder), self._model, self._steps())
 
     @as_on_gpu
     def export(self, folder: str) -> None:

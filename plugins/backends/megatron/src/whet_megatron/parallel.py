@@ -81,16 +81,6 @@ class Grid:
         pipeline, data = divmod(place, self.data)
         return RankCoordinates(data=data, tensor=tensor, pipeline=pipeline, context=context)
 
-    def members(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from a rank in the given coordinates only, and the rank itself, in order."""
-        mine = attrs.asdict(self.coordinates(rank))
-
-        def alike(other: int) -> bool:
-            found = attrs.asdict(self.coordinates(other))
-            return all(found[axis] == mine[axis] for axis in mine if axis not in axes)
-
-        return [other for other in range(self.ranks) if alike(other)]
-
 
 def padded_rows(vocabulary: int, tensor: int, multiple: int) -> int:
     """Return the rows of an embedding that each tensor parallel rank holds: a multiple of `multiple`, padding

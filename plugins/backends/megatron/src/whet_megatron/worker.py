@@ -31,6 +31,7 @@ from whet_megatron.held import HeldModels
 from whet_megatron.passes import Passes, Teacher
 from whet_ops.head_outputs import wanted_divergences
 from whet_training.heads import outputs_of
+from whet_training.layout import ranges
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import clock
@@ -125,8 +126,7 @@ class Worker(HeldModels, LossWorker):
         def finish(number: int, values: dict[str, Tensor]) -> None:
             if (part := parts[number]) is None:
                 return
-            lengths, chosen = part["lengths"], planned[number]
-            where = np.arange(part.tokens) + np.repeat(starts[chosen] - (np.cumsum(lengths) - lengths), lengths)
+            where = ranges(starts[planned[number]], part["lengths"])
             for name in outputs:
                 found[name][where] = values[name].cpu().numpy()
 

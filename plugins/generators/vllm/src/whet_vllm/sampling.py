@@ -66,18 +66,20 @@ def progress(request: Request, output: Any, begin: int) -> Progress:
         request.id,
         begin,
         np.array(found.token_ids[begin:], np.int64),
-        sampled_logprobs(flat, count)[begin:],
+        sampled_logprobs(flat, count, begin),
         np.array([[flat.token_ids[i] for i in at] for at in likeliest], np.int64).reshape(-1, k),
         np.array([[flat.logprobs[i] for i in at] for at in likeliest], np.float32).reshape(-1, k),
     )
 
 
-def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the logprobs of the sampled tokens: the first entry at each position of vLLM's `FlatLogprobs`."""
-    if not count:
+def sampled_logprobs(flat: Any, count: int, begin: int = 0) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Return the logprobs of the sampled tokens from `begin` to `count`: the first entry at each position of vLLM's
+    `FlatLogprobs`.
+    """
+    if begin == count:
         return np.zeros(0, np.float32)
-    starts = flat.start_indices[:count]
+    starts = flat.start_indices[begin:count]
     found = np.array([flat.logprobs[start] for start in starts], np.float32)
-    if len(found) != count:
-        raise WhetError(f"vLLM gave logprobs of {len(found)} of {count} tokens")
+    if len(found) != count - begin:
+        raise WhetError(f"vLLM gave logprobs of {begin + len(found)} of {count} tokens")
     return found

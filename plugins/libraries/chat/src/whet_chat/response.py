@@ -72,17 +72,6 @@ class ResponseFormat:
         """Return a response as the template takes it."""
         return self.read(text, tools if self.in_fields else ())
 
-    def before_calls(self, text: str, tools: Tools) -> tuple[str, tuple[Call, ...]]:
-        """Return what stands before the calls, with reasoning as it was written, and the calls."""
-        if self.channels:
-            found = self.read(text, tools)
-            return (found.text, found.calls) if found.calls else (text, ())
-        rest = text
-        if self.reasoning and self.reasoning.split(text)[1]:
-            rest = text.partition(self.reasoning.close)[2] or text
-        content, calls = self._called(rest, tools)
-        return (text[: len(text) - len(rest)] + content, tuple(calls)) if calls else (text, ())
-
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the texts with which calls may begin. Empty: a response is calls alone, or has channels."""

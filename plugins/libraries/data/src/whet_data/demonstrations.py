@@ -83,17 +83,27 @@ def _turns(whole: Conversation, chat: ChatTokenizer, train_on: TrainOn, first: i
         return [chat.training(whole, train_on, first)]
     found = []
     while turns:
-        for count in range(len(turns), 0, -1):
-            last = turns[count - 1] + 1
-            try:
-                found.append(chat.training(whole if last == turns[-1] + 1 else whole[:last], first=turns[0]))
-            except RewrittenHistory:
-                if count == 1:
-                    raise
-            else:
-                turns = turns[count:]
-                break
+        one, count = _longest(whole, chat, turns)
+        found.append(one)
+        turns = turns[count:]
     return found
+
+
+def _longest(whole: Conversation, chat: ChatTokenizer, turns: Sequence[int]) -> tuple[Trainable, int]:
+    """Return the sequence that trains as many of the turns as stand unchanged in it, and their number."""
+    try:
+        return chat.training(whole, first=turns[0]), len(turns)
+    except RewrittenHistory:
+        if len(turns) == 1:
+            raise
+    found, fits, fails = chat.training(whole[: turns[0] + 1], first=turns[0]), 1, len(turns)
+    while fails - fits > 1:
+        count = (fits + fails) // 2
+        try:
+            found, fits = chat.training(whole[: turns[count - 1] + 1], first=turns[0]), count
+        except RewrittenHistory:
+            fails = count
+    return found, fits
 
 
 def _completion(value: Any) -> Conversation:

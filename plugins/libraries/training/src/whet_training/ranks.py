@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+import attrs
 import numpy as np
 import torch
 
@@ -23,13 +24,25 @@ _MADE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 class Grid(Protocol):
     """Where each rank stands."""
 
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        ...
+
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return the coordinates of a rank."""
         ...
 
-    def members(self, rank: int, *axes: str) -> list[int]:
-        """Return the ranks that differ from a rank in the given coordinates only, and the rank itself, in order."""
-        ...
+
+def members(grid: Grid, rank: int, *axes: str) -> list[int]:
+    """Return the ranks that differ from a rank in the given coordinates only, and the rank itself, in order."""
+    mine = attrs.asdict(grid.coordinates(rank))
+
+    def alike(other: int) -> bool:
+        found = attrs.asdict(grid.coordinates(other))
+        return all(found[axis] == mine[axis] for axis in mine if axis not in axes)
+
+    return [other for other in range(grid.ranks) if alike(other)]
 
 
 SHARING = ("tensor", "pipeline", "context")
@@ -81,7 +94,7 @@ class RankGroup:
 
     def make_group(self, *axes: str) -> None:
         """Make the groups of ranks that differ in these coordinates only, if any do. All ranks must take part."""
-        every = dict.fromkeys(tuple(self._grid.members(rank, *axes)) for rank in range(self.size))
+        every = dict.fromkeys(tuple(members(self._grid, rank, *axes)) for rank in range(self.size))
         if len(next(iter(every))) > 1:
             self._groups[axes] = self.once(f"groups {list(every)}", partial(_new_groups, list(map(list, every))))
 
@@ -116,7 +129,7 @@ class RankGroup:
             return value
         import torch.distributed as dist
 
-        source = self._grid.members(self.rank, *SHARING)[0]
+        source = members(self._grid, self.rank, *SHARING)[0]
         buffers = [memoryview(buffer).cast("B") for buffer in encode(value)] if self.owns_shard else []
         sizes = self._broadcast(np.array([len(buffers)]), 1, source, group)
         sizes = self._broadcast(np.array([len(buffer) for buffer in buffers]), int(sizes[0]), source, group)

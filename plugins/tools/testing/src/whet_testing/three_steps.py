@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
+from whet.interfaces.backend import Backend
+
+LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
+"""The loss of `steps_by_hand`."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 96, "tied": False},
@@ -58,6 +63,12 @@ def grouped_batch(seed: int = 0, vocabulary: int = 200) -> Batch:
     return made.with_columns(advantages=draw.standard_normal(made.sequences).astype(np.float32))
 
 
+def steps_of(backend: Backend, batches: Iterable[Batch], loss: Spec = LIKELIHOOD) -> Any:
+    """Return loss and gradient norm [steps, 2] of a backend's steps, to compare with those of `steps_by_hand`."""
+    found = [backend.train(batch, loss) for batch in batches]
+    return np.array([(one["loss"].number(), one["grad_norm"].number()) for one in found])
+
+
 def steps_by_hand(
     folder: Path, batches: Iterable[Batch], lr: float, weight_decay: float, betas: tuple[float, float], eps: float
 ) -> Any:
@@ -83,7 +94,7 @@ def steps_by_hand(
             loss = -logprobs[mask[1:]].sum() / count
             if mask.any():
                 torch.autograd.backward(loss)
-            total += float(loss)
+            total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()
