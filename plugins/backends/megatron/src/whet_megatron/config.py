@@ -16,6 +16,7 @@ from whet.errors import ConfigError
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
 from whet_megatron.parallel import ParallelConfig
+from whet_memory.case import Forecast
 from whet_training.heads import outputs_of
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
@@ -98,15 +99,24 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         imports=("whet_megatron.worker",),
         sleeps=("cpu", "cuda"),
         notes=(layers_note(config),),
+        forecast=forecast(config, model) if fits else None,
     )
 
 
+def forecast(config: MegatronConfig, model: ModelInfo) -> Forecast:
+    """Return how the peaks of a rank are predicted."""
+    from whet_megatron.forecast import formulas, savings, sizes_of
+
+    settings, sizes = attrs.asdict(config), partial(sizes_of, config)
+    return Forecast(settings, model, formulas, config.micro_batch_tokens, savings=savings, sizes=sizes)
+
+
 def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Yield the memory of one rank; see `whet_megatron.memory`."""
+    """Yield the memory of one rank of the fullest stage; see `whet_megatron.memory`."""
     copies, multiple = 1 + config.reference, config.vocabulary_multiple
     yield from memory.terms(
         config.parallel, read(model), model.dtype, ranks, copies, multiple,
-        sharded=config.optimizer.distributed, trained=trained,
+        sharded=config.optimizer.distributed, trained=trained, value=config.head == "value",
     )  # fmt: skip
     if config.teacher:  # one that is not here counts as large as the trained model
         found = teacher_of(config, model)
