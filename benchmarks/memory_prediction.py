@@ -117,9 +117,6 @@ MEGATRON = [
     of_megatron("qwen3_moe, expert 2", MOE, 2, parallel={"expert": 2}),
 ]
 SMALL_MEGATRON = [
-    of_megatron("llama", HALF, tokens=512),
-    of_megatron("llama, checkpointing", HALF, tokens=1024, **CHECKPOINTING),
-    of_megatron("llama, bfloat16", HALF, tokens=1024, dtype="bfloat16"),
     of_megatron("llama, tensor 2, sequence", HALF, 2, tokens=1024, parallel=TENSOR),
     of_megatron("llama, pipeline 2", HALF, 2, 3, parallel={"pipeline": 2}),
 ]
@@ -131,7 +128,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations, from 0")
     parser.add_argument("--small", action="store_true", help="small configurations")
     parser.add_argument("--layouts", action="store_true", help="kinds of parallelism")
-    parser.add_argument("--megatron", action="store_true", help="the backend megatron; with --small: five small ones")
+    parser.add_argument("--megatron", action="store_true", help="the backend megatron; with --small: two small ones")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args()
     configurations = SMALL if given.small else LAYOUTS if given.layouts else TWELVE
