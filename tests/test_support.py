@@ -7,6 +7,7 @@ their imports take longer than a run. `docs/support.py` lists the cells, and mak
 import functools
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from whet_testing.scripted_worker import TARGET
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "pairs_per_step": 4}
+EVERY = "WHET_EVERY_CELL" in os.environ
+NO_MEGATRON = importlib.util.find_spec("megatron") is None
 ROLES = ("backend", "critic", "teacher", "held")
 
 
@@ -49,13 +52,13 @@ def cases() -> Iterator[Any]:
     """Yield the cells of the generator `hf` and of none, marked as what they are."""
     for cell in support().cells(registry(), generators=["hf"]):
         if not support().refusals(cell, registry()):
-            marks = [pytest.mark.supports(cell.name)]
+            always = support().always(cell, registry())
+            marks = [pytest.mark.supports(cell.name, always=always)]
+            if not always:
+                marks.append(pytest.mark.skipif(not EVERY, reason="`nox -s support` runs every cell"))
             if cell.layout.backend == "megatron":
                 marks.append(pytest.mark.skipif(NO_MEGATRON, reason="megatron-core is not installed here"))
             yield pytest.param(cell, marks=marks, id=cell.name)
-
-
-NO_MEGATRON = importlib.util.find_spec("megatron") is None
 
 
 @pytest.fixture(scope="module")
