@@ -7,9 +7,9 @@
     python benchmarks/memory_prediction.py --megatron      stages of pipelines and other layouts of the backend megatron
 
 Predicted: by a trace of the same step without weights (`whet_fsdp2.trace`), extrapolated from few layers; of megatron
-by formulas (`whet_megatron.forecast`), for each pipeline stage. Measured: by the worker itself (`memory/backend.*`), in its second step, in processes of their own, which are forked from one that
-has imported all and computed nothing. glibc gives freed memory back at once (M_MMAP_THRESHOLD), so that the peak is of
-live tensors and not of its caches.
+by formulas (`whet_megatron.forecast`), for each pipeline stage. Measured: by the worker itself (`memory/backend.*`), in
+its second step, in processes of their own, which are forked from one that has imported all and computed nothing. glibc
+gives freed memory back at once (M_MMAP_THRESHOLD), so that the peak is of live tensors and not of its caches.
 """
 
 import argparse

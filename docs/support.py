@@ -42,14 +42,14 @@ HEAD = """\
 Each algorithm with each backend, each way in which its ranks share the model, with full training and with LoRA, and for
 algorithms that learn from rollouts with each generator. A cell has one of these:
 
-- a letter: the test below the table takes two steps with it, and its name contains that of the cell. A letter in
-  parentheses: `nox -s support` runs the test; other sessions run, for each pair of an algorithm and a layout, one of
-  full training and LoRA.
+- a letter: the test below the table runs two steps of it, and CELL stands for the names of its row and column. A letter
+  in parentheses: only `nox -s support` runs the test. The other sessions run each pair of an algorithm and a layout of
+  up to two ranks with one of full training and LoRA.
 - a number: the plan refuses it, with the reason below the table.
 - *no test*: it fits the plan, and no test runs it.
 
-The tests run on CPUs, with small random models. Losses, advantages and filters are in
-[Combinations](combinations.md)."""
+The tests run on CPUs, with small random models; those of megatron skip where Megatron Core is not installed. Losses,
+advantages and filters are in [Combinations](combinations.md)."""
 
 
 @frozen
@@ -113,7 +113,11 @@ def cells(registry: Registry, algorithms: Iterable[str] = (), generators: Iterab
 
 
 def always(cell: Cell, registry: Registry) -> bool:
-    """Return whether every session runs a cell: of each algorithm and layout one of full training and LoRA."""
+    """Return whether every session runs a cell: on up to two ranks, of each algorithm and layout one of full training
+    and LoRA.
+    """
+    if cell.layout.ranks > 2:
+        return False
     algorithms = sorted(registry.offers("algorithms"))
     both = not any(refusals(evolve(cell, lora=lora), registry) for lora in (False, True))
     return not both or (algorithms.index(cell.algorithm) + LAYOUTS.index(cell.layout) + cell.lora) % 2 == 0

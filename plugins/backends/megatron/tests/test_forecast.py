@@ -36,9 +36,8 @@ LONGEST = 256
 
 def case(config=LLAMA, ranks=1, dtype="float32", tokens=1024, device="cpu", passes=0, trained=True, **section):
     made = structure(section, MegatronConfig, None)
-    return Case(
-        attrs.asdict(made), ModelInfo("", config, dtype), sizes_of(made, ranks), trained, device, tokens, LONGEST, passes
-    )  # fmt: skip
+    sizes, info = sizes_of(made, ranks), ModelInfo("", config, dtype)
+    return Case(attrs.asdict(made), info, sizes, trained, device, tokens, LONGEST, passes)
 
 
 def stage_of(one):
@@ -175,7 +174,8 @@ def test_recomputation_keeps_less_on_cpus_and_on_gpus():
 
 
 def test_transformer_engine_needs_less_than_plain_layers():
-    plain, engine = (case(dtype="bfloat16", device="gpu", tokens=8192, logprob_chunk=64, layers=kind) for kind in ("test", "auto"))
+    of_gpu = {"dtype": "bfloat16", "device": "gpu", "tokens": 8192, "logprob_chunk": 64}
+    plain, engine = (case(layers=kind, **of_gpu) for kind in ("test", "auto"))
     assert peaks(engine)[0] < 0.7 * peaks(plain)[0]
     assert formulas(engine)["asleep"].device == 0
     assert formulas(engine)["asleep"].host == 14 * sum(held(stage_of(engine).of, stage_of(engine).model, 64))

@@ -40,9 +40,7 @@ def _no_gloo(monkeypatch):
     from megatron.core import parallel_state
 
     real = parallel_state.initialize_model_parallel
-    monkeypatch.setattr(
-        parallel_state, "initialize_model_parallel", partial(real, create_gloo_process_groups=False)
-    )
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", partial(real, create_gloo_process_groups=False))
 
 
 @contextmanager

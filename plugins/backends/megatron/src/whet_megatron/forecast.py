@@ -20,7 +20,7 @@ arXiv:2104.04473, section 2.2), with v virtual stages of 2 (P - p - 1) + (v - 1)
 from collections.abc import Iterator
 from math import ceil
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from whet.config.structure import structure
 from whet.data.model_info import DTYPE_BYTES
