@@ -28,6 +28,7 @@ from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_memory.measure import PeakMeter
+from whet_training import adapter_files
 from whet_training.export import copy_companions, write_weights
 from whet_training.heads import read_teacher
 from whet_weights.offload import Offload
@@ -71,7 +72,7 @@ class HeldModels:
         with self._memory.phase("loading"):
             self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained)
         self._frozen: dict[str, HeldModel] = {}
-        if self._config.reference:
+        if self._config.reference and self._model.adapters is None:
             self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
         if self._config.teacher and not self._model.value:
             self._frozen["teacher"] = HeldModel(
@@ -106,11 +107,12 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights under the names of the model folder. All ranks gather; rank 0 sends."""
-        if spec.adapter is not None:
-            raise WhetError("an adapter is to be sent, and this backend trains none")
-        with self._memory.phase("weight_sync"):
-            stream = self._model.weights.stored()
+        """Send the weights under the names of the model folder, or an adapter alone. All ranks gather; rank 0 sends."""
+        adapters = self._model.adapters
+        if spec.adapter is not None and adapters is None:
+            raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
+        with self._memory.phase("weight_sync"), self._model.using(spec.weights):
+            stream = self._model.weights.stored() if spec.adapter is None or adapters is None else adapters.stored()
             if self._ranks.rank:
                 for _ in stream:
                     pass
@@ -123,6 +125,7 @@ class HeldModels:
     @as_on_gpu
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        self._write_adapter(folder)
         checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
 
     @as_on_gpu
@@ -130,9 +133,24 @@ class HeldModels:
         """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
         checkpoint.read(Path(folder), self._model, self._steps())
 
+    def _write_adapter(self, folder: str) -> None:
+        """Write the adapter in PEFT's format, if one is trained. Every rank must take part."""
+        if (adapters := self._model.adapters) is not None:
+            tensors = dict(adapters.stored())
+            if self._ranks.rank == 0:
+                model = self._info.path
+                adapter_files.write(Path(folder), tensors, adapters.peft_config(model), self._model.base)
+
     @as_on_gpu
     def export(self, folder: str) -> None:
-        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
+
+        With `lora.export: adapter`: a folder that PEFT can load.
+        """
+        if self._model.adapters is not None and self._config.lora is not None and self._config.lora.export == "adapter":
+            self._write_adapter(folder)
+            self._ranks.sum_all([0.0])
+            return
         stream = self._model.weights.stored()
         if self._ranks.rank:
             for _ in stream:

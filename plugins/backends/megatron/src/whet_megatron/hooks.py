@@ -7,6 +7,7 @@ from whet.component import Component, Problem
 from whet.config.sections import Config
 from whet_megatron.checks import problems
 from whet_megatron.config import MegatronConfig
+from whet_training import lora_config
 
 
 @hookimpl
@@ -29,3 +30,4 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
     for path, section in sections.items():
         if isinstance(section.config, MegatronConfig):
             yield from problems(section.config, path)
+            yield from lora_config.problems(section.config.lora, config, f"{path}.lora")

@@ -1,6 +1,6 @@
 """The parameters of a rank by rules: read from a model folder, and streamed under their stored names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -39,14 +39,17 @@ class ModelWeights:
         self.stages, self._arch, self._ranks = tuple(stages), architecture, ranks
         found = family(info)
         assert found is not None
-        self._rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.value = value
+        self.merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight
+        """(stored name, whole weight) -> the weight with its adapter, if any. Ranks of a stage call it alike."""
         self.names: frozenset[str] = frozenset()
         """The first stored name of each parameter of all ranks, known once the weights are loaded."""
         self.ruled: dict[str, Ruled] = {}
         """By Megatron's names, with layers and experts counted over all ranks, in order."""
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                self._add(_whole_name(stage, name), parameter, self._rules)
+                self._add(_whole_name(stage, name), parameter, self.rules)
 
     def _add(self, name: str, parameter: nn.Parameter, rules: Sequence[Rule]) -> None:
         mine, others = name, tuple[tuple[str, ...], ...]()
@@ -67,7 +70,7 @@ class ModelWeights:
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
         numbers = {"layer": range(self._arch.layers), "expert": range(self._arch.experts)}
-        for rule in self._rules:
+        for rule in self.rules:
             for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
                 name = rule.stored[0].format(layer=layer, expert=expert)
                 if name in there or rule == VALUE_HEAD:
@@ -77,6 +80,11 @@ class ModelWeights:
         """Return this rank's place among those that share a parameter."""
         if one.others:
             return Place(*_expert_tensor_place())
+        return self.tensor_place
+
+    @property
+    def tensor_place(self) -> Place:
+        """Return this rank's place among those that share the matrices outside of experts."""
         return Place(self._ranks.coordinates.tensor, self._ranks.sizes.tensor)
 
     @torch.no_grad()
@@ -112,14 +120,18 @@ class ModelWeights:
 
     @torch.no_grad()
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (stored name, whole tensor) of all stages on rank 0. Every rank must iterate to the end.
+        """Yield (stored name, whole tensor) of all stages on rank 0. Every rank must iterate to the end."""
+        yield from self.on_rank_0(self._of_stage())
 
-        Ranks of one stage gather a parameter at a time, and hand it on to rank 0. Elsewhere nothing is yielded.
+    def on_rank_0(self, of_stage: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all stages on rank 0, and none elsewhere. Every rank must iterate to the end.
+
+        Ranks of one stage gather a tensor at a time, as `of_stage` does, and one of them hands it on to rank 0.
         """
         stages = self._ranks.sizes.pipeline
         for stage in range(stages):
             mine = self._ranks.coordinates.pipeline == stage
-            stream = self._of_stage() if mine else iter(())
+            stream = of_stage if mine else iter(())
             if stage == 0:
                 for name, tensor in stream:
                     if self._ranks.rank == 0:
@@ -133,7 +145,8 @@ class ModelWeights:
             if one.rule.cut == "vocabulary" and self._arch.tied and one.rule.name == "output_layer.weight":
                 continue
             for names, parts in self._parts(one):
-                yield from zip(names, cuts.join(one.rule.cut, parts, self._arch), strict=True)
+                for name, whole in zip(names, cuts.join(one.rule.cut, parts, self._arch), strict=True):
+                    yield name, self.merge(name, whole)
 
     def _parts(self, one: Ruled) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
         """Yield stored names and the parts of all ranks that share a parameter; of an expert, those of every rank."""
@@ -143,10 +156,10 @@ class ModelWeights:
         if not one.others:
             whole = one.rule.cut == "whole"
             group = None if whole else parallel_state.get_tensor_model_parallel_group()
-            yield one.stored, _gathered(tensor, group)
+            yield one.stored, gathered(tensor, group)
             return
-        parts = _gathered(tensor, parallel_state.get_expert_tensor_parallel_group())
-        every = [_gathered(part, parallel_state.get_expert_model_parallel_group()) for part in parts]
+        parts = gathered(tensor, parallel_state.get_expert_tensor_parallel_group())
+        every = [gathered(part, parallel_state.get_expert_model_parallel_group()) for part in parts]
         for names, of_expert in zip(one.others, zip(*every, strict=True), strict=True):
             yield names, list(of_expert)
 
@@ -207,7 +220,7 @@ def _expert_tensor_place() -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
+def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
     """Return the tensors of all ranks of a group, in order."""
     if group is None or group.size() == 1:
         return [tensor]
