@@ -1,11 +1,9 @@
 """LoRA under every kind of parallelism, against PEFT on the same weights in one process."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import load_file
 
 from whet.component import Spec
@@ -99,3 +97,143 @@ def test_three_steps_and_the_adapter_then_are_those_of_peft(build, reference, ma
     assert set(ours) == set(after)
     for one, tensor in after.items():
         torch.testing.assert_close(ours[one], tensor, atol=1e-4, rtol=0, msg=lambda m, n=one: f"{n}: {m}")
+
+
+SPLITS = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2})]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make_batch, tmp_path, split):
+    """The adapter in PEFT's hands, the merged export in those of `transformers`, and what generators get."""
+    from transformers import AutoModelForCausalLM
+
+    folder, batch, lora = (
+        folders("qwen3"),
+        make_batch(0),
+        evolve(LORA, targets=("q_proj", "v_proj", "up_proj", "o_proj")),
+    )
+    backend = build("qwen3", *split, lora=lora, **FEW)
+    steps_of(backend, [make_batch(seed) for seed in SEEDS])
+    ours = backend.score(batch, ("logprobs",))["logprobs"]
+    backend.save(tmp_path / "saved").result()
+    backend.export(tmp_path / "merged")
+
+    def load(path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    plain = logprobs(load(folder), batch).detach().numpy()
+    for model in (peft.PeftModel.from_pretrained(load(folder), tmp_path / "saved"), load(tmp_path / "merged")):
+        np.testing.assert_allclose(logprobs(model, batch).detach(), ours, atol=1e-4)
+    assert np.abs(plain - ours).max() > 0.05
+
+    merged, base, alone = (
+        sent(backend, tmp_path),
+        load_file(folder / "model.safetensors"),
+        sent(backend, tmp_path, lora),
+    )
+    assert set(merged) == set(base)
+    changed = {name for name, tensor in base.items() if not torch.equal(merged[name], tensor)}
+    assert changed == {name for name in base if name.split(".")[-2] in lora.targets}
+    exported, saved = (
+        load_file(tmp_path / one) for one in ("merged/model.safetensors", "saved/adapter_model.safetensors")
+    )
+    for found, expected in ((merged, exported), (alone, saved)):
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def sent(backend, tmp_path, lora=None, weights="policy"):
+    """Return what a generator would get: all weights, or an adapter alone."""
+    way = tmp_path / f"way-{len(list(tmp_path.iterdir()))}"
+    spec = TransferSpec("disk", str(way), "1", 1, adapter=None if lora is None else adapter_info(lora), weights=weights)
+    pending = backend.send_weights(spec)
+    found = {name: tensor.clone() for name, tensor in receive(spec)}
+    pending.result()
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, make_batch, tmp_path, split):
+    frozen, backend, batch = (
+        build("qwen3", *split, **FEW),
+        build("qwen3", *split, lora=LORA, reference=True, **FEW),
+        make_batch(0),
+    )
+    expected = frozen.score(batch, ("logprobs",))["logprobs"]
+    assert np.array_equal(backend.score(batch, ("logprobs",))["logprobs"], expected)  # a new adapter changes nothing
+    steps_of(backend, [make_batch(0), make_batch(1)])
+    for weights in ("reference", "base"):
+        assert np.array_equal(backend.score(batch, ("logprobs",), weights)["logprobs"], expected)
+    after = backend.score(batch, ("logprobs",))["logprobs"]
+    assert np.abs(after - expected).max() > 0.01
+    trial = backend.score(batch, ("logprobs",), "trial")["logprobs"]
+    assert np.abs(trial - expected)[batch["loss_mask"]].mean() > 0.05
+    assert np.array_equal(backend.score(batch, ("logprobs",))["logprobs"], after)
+    base, tried = load_file(folders("qwen3") / "model.safetensors"), sent(backend, tmp_path, weights="trial")
+    for name, tensor in base.items():
+        assert torch.equal(tried[name], tensor) == ("proj" not in name), name
+    backend.save(tmp_path / "saved").result()
+    again = build("qwen3", *split, lora=evolve(LORA, adapter=str(tmp_path / "saved")), **FEW)
+    steps_of(again, [batch])
+    assert np.array_equal(again.score(batch, ("logprobs",), "reference")["logprobs"], after)
+    assert np.array_equal(again.score(batch, ("logprobs",), "base")["logprobs"], expected)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "distributed"),
+    [
+        ((2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2}), True),
+        ((2, {"pipeline": 2}), (1, {}), True),
+        ((1, {}), (2, {}), False),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
+    build, folders, make_batch, tmp_path, saving, loading, distributed
+):
+    config = {"lora": LORA, **FEW, "optimizer": evolve(OPTIMIZER, distributed=distributed)}
+    first, later = build("qwen3", *saving, **config), [make_batch(seed) for seed in (2, 3, 4)]
+    steps_of(first, [make_batch(0), make_batch(1)])
+    first.save(tmp_path / "saved").result()
+    expected = steps_of(first, later)
+    first.close()
+    size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
+    assert size < (folders("qwen3") / "model.safetensors").stat().st_size  # the model is not in it
+    for where in (saving, loading):
+        other = build("qwen3", *where, **config)
+        other.load(tmp_path / "saved")
+        found = steps_of(other, later)
+        other.close()
+        if where == saving:
+            assert np.array_equal(found, expected)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+CASES = {
+    "virtual stages": ("llama", (2, {"pipeline": 2, "virtual": 2}), {}),
+    "recomputed": ("llama", (2, {"tensor": 2, "sequence": True}), {"gradient_checkpointing": True}),
+    "recomputed, stages": ("llama", (2, {"pipeline": 2}), {"gradient_checkpointing": True}),
+    "a stage without adapters": (
+        "llama",
+        (2, {"pipeline": 2}),
+        {"lora": evolve(LORA, targets=(r".*layers\.[01]\..*",))},
+    ),
+    "a first stage without adapters": (
+        "llama",
+        (2, {"pipeline": 2}),
+        {"lora": evolve(LORA, targets=(r".*layers\.[23]\..*_proj",))},
+    ),
+    "padded": ("qwen2", (2, {"context": 2}), {"layout": "padded"}),
+    "no distributed optimizer": ("llama", (2, {}), {"optimizer": evolve(OPTIMIZER, distributed=False)}),
+    "overlap": ("llama", (2, {}), {"optimizer": evolve(OPTIMIZER, overlap=True)}),
+    "attention of a mixture": ("qwen3_moe", (2, {"tensor": 2, "sequence": True, "expert": 2}), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_trained_as_on_one_rank(build, folders, make_batch, case):
+    name, split, options = CASES[case]
+    options = {"lora": evolve(LORA, rslora=True), **options}
+    folder, batches = folders(name, layers=4), [make_batch(seed) for seed in SEEDS]
+    one, several = build(folder, lora=options["lora"], optimizer=OPTIMIZER), build(folder, *split, **{**FEW, **options})
+    np.testing.assert_allclose(steps_of(several, batches), steps_of(one, batches), rtol=1e-4)

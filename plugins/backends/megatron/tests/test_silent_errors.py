@@ -68,7 +68,7 @@ def test_tensors_are_contiguous_before_they_are_gathered(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     turned = torch.arange(6.0).reshape(2, 3).T
-    for part in weights.gathered(turned, TwoRanks()):
+    for part in weights._gathered(turned, TwoRanks()):
         assert torch.equal(part, turned)
 
 

@@ -136,10 +136,12 @@ class HeldModels:
     def _write_adapter(self, folder: str) -> None:
         """Write the adapter in PEFT's format, if one is trained. Every rank must take part."""
         if (adapters := self._model.adapters) is not None:
-            tensors = dict(adapters.stored())
             if self._ranks.rank == 0:
-                model = self._info.path
+                tensors, model = dict(adapters.stored()), self._info.path
                 adapter_files.write(Path(folder), tensors, adapters.peft_config(model), self._model.base)
+            else:
+                for _ in adapters.stored():
+                    pass
 
     @as_on_gpu
     def export(self, folder: str) -> None:

@@ -19,7 +19,7 @@ from whet_megatron.cuts import Place
 from whet_megatron.lora_layers import ColumnForward, RowForward, with_gradient
 from whet_megatron.lora_targets import is_adaptable, linears, of_rule
 from whet_megatron.rules import VALUE_HEAD as HEAD_RULE
-from whet_megatron.weights import ModelWeights, Ruled, gathered
+from whet_megatron.weights import ModelWeights, Ruled
 from whet_training.lora import VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
 from whet_training.lora_config import LoraConfig, chosen
 from whet_weights import adapter as peft
@@ -55,6 +55,8 @@ class Adapters(AdapterSets):
         super().__init__(config, seed)
         self._weights, self._arch = weights, architecture
         self._splits: dict[str, Split] = {}
+        self._layers: dict[str, ColumnForward | RowForward] = {}
+        """By the first stored name of their weights."""
         names = linears(weights.rules, architecture)
         self.targets = chosen(config.targets, names, model_class) if config.targets else names
         """The adapted linear layers of all stages, by PEFT's names."""
@@ -76,7 +78,8 @@ class Adapters(AdapterSets):
                 self._adapt_layer(module, one)
             elif one is not None and one.rule == HEAD_RULE:
                 one.parameter.data = one.parameter.data.float()
-                self.head = one.parameter.requires_grad_()
+                one.parameter.requires_grad_()
+                self.head = one.parameter
         mine = list(self.pairs.values())[before:]
         stage.adapters = nn.ParameterList([matrix for pair in mine for matrix in pair])
         if stage.pre_process:
@@ -90,29 +93,31 @@ class Adapters(AdapterSets):
                 self._add(name, Split("in" if one.rule.cut == "columns" else "out", rows, columns), one.parameter)
         if not adapted:
             return
+        layer: ColumnForward | RowForward
         if one.rule.cut == "columns":
-            module.forward = RowForward(self, module, one.stored[0])
-            return
-        parts = [(name, rows // place.ranks) for name, (rows, _) in zip(one.stored, shapes, strict=True)]
-        order = self._order(one, [rows for _, rows in parts], place).to(one.parameter.device)
-        module.forward = ColumnForward(self, module, parts, adapted, order)
+            layer = RowForward(self, module, one.stored[0])
+        else:
+            parts = [(name, rows // place.ranks) for name, (rows, _) in zip(one.stored, shapes, strict=True)]
+            order = self._order(one, [rows for _, rows in parts], place).to(one.parameter.device)
+            layer = ColumnForward(self, module, parts, adapted, order)
+        self._layers[one.stored[0]] = module.forward = layer
 
     def _order(self, one: Ruled, rows: Sequence[int], place: Place) -> Tensor:
         """Return for each row of a rank's part of a layer its place among the rows of its stored weights."""
         share = evolve(
             self._arch, heads=self._arch.heads // place.ranks, kv_heads=self._arch.kv_heads // place.ranks
         )  # fmt: skip
-        numbers = torch.arange(sum(rows)).split(list(rows))
+        numbers = torch.split(torch.arange(sum(rows)), list(rows))
         return cuts.take(one.rule.cut, numbers, (sum(rows),), Place(0, 1), share)
 
     def _add(self, weight: str, split: Split, beside: Tensor) -> None:
         self._splits[weight] = split
         a, b = self._shapes(weight)
         whole = drawn_a(self._seed, weight, a), torch.zeros(b)
-        device, sequence = beside.device, self._weights.stages[0].config.sequence_parallel
+        sequence = self._weights.stages[0].config.sequence_parallel
         made = []
         for end, half in zip((peft.A, peft.B), self._part(weight, *whole), strict=True):
-            parameter: Any = nn.Parameter(half.clone().to(device))
+            parameter: Any = nn.Parameter(half.clone().to(beside.device))
             axis = split.axis(end)
             if axis is None:
                 parameter.sequence_parallel = sequence  # whether Megatron adds its gradient up over tensor ranks
@@ -164,73 +169,78 @@ class Adapters(AdapterSets):
                 found[name] = utils.make_tp_sharded_tensor_for_checkpoint(parameter, name, tp_axis=axis)
         return found
 
+    def computing(self, one: Ruled) -> Tensor:
+        """Return this rank's part of a parameter with its part of the chosen adapters added."""
+        weight = one.parameter.detach()
+        if one.parameter is self.head:
+            return weight.to(self._weights.stages[0].config.params_dtype)
+        layer = self._layers.get(one.stored[0])
+        pair = None if layer is None else layer.pair()
+        return weight if pair is None else peft.merged(weight, *pair, self.scaling)
+
     # As PEFT has them
 
     @torch.no_grad()
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the chosen adapters, and a value head, by PEFT's names, on rank 0. Every rank must iterate to the end."""
-        yield from self._weights.on_rank_0(self._stored_of_stage())
-
-    def _stored_of_stage(self) -> Iterator[tuple[str, Tensor]]:
-        for weight in self.pairs if self._chosen is not None else ():
-            module = peft.PREFIX + weight.removesuffix(".weight")
-            yield from zip((module + peft.A, module + peft.B), self._whole(weight), strict=True)
-        if self.head is not None:
-            yield f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach()
-
-    def _whole(self, weight: str) -> list[Tensor]:
-        """Return the chosen A and B of a weight from all tensor parallel ranks, which must take part."""
+        """Yield the chosen adapters, and a value head, by PEFT's names, on every rank. All ranks must take part."""
         from megatron.core import parallel_state
 
-        assert self._chosen is not None
-        group, found = parallel_state.get_tensor_model_parallel_group(), []
-        for end, half in zip((peft.A, peft.B), self._chosen[weight], strict=True):
-            axis = self._splits[weight].axis(end)
-            found.append(half.detach() if axis is None else torch.cat(gathered(half.detach(), group), axis))
-        return found
+        stages, device = parallel_state.get_pipeline_model_parallel_group(), self._weights.device
+        for name, shape in self._shapes_of_all().items():
+            if (mine := self._whole(name)) is None:
+                mine = torch.zeros(shape, device=device)
+            torch.distributed.all_reduce(mine, group=stages)  # on all stages but one it is 0
+            yield peft.PREFIX + name, mine
 
-    def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return a whole weight with its chosen adapter added. All ranks that hold the layer must take part."""
-        if self.head is not None and name == f"{VALUE_HEAD}.weight":
-            return weight.to(self._weights.stages[0].config.params_dtype)
-        if self._chosen is None or name not in self.pairs:
-            return weight
-        a, b = self._whole(name)
-        return peft.merged(weight, a, b, self.scaling)
+    def _whole(self, name: str) -> Tensor | None:
+        """Return a new tensor with the values of a chosen matrix or value head of this stage. None: it has none such.
+
+        The tensor parallel ranks must take part.
+        """
+        from megatron.core import parallel_state
+
+        module, end = name[: -len(peft.A)], name[-len(peft.A) :]
+        if end not in (peft.A, peft.B):
+            return None if self.head is None else self.head.detach().clone()
+        if self._chosen is None or (pair := self._chosen.get(f"{module}.weight")) is None:
+            return None
+        half, axis = pair[end == peft.B].detach(), self._splits[f"{module}.weight"].axis(end)
+        if axis is None:
+            return half.clone()
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(half, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, half.contiguous(), group=group)
+        return torch.cat(parts, axis)
+
+    def _shapes_of_all(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is trained on all stages. Layers of other stages are as those of this one."""
+        rank, sizes = self.info.rank, dict[str, tuple[int, ...]]()
+        for one in self._weights.ruled.values():
+            if is_adaptable(one.rule):
+                for names in of_rule(one.rule, self._arch):
+                    sizes |= dict(zip(names, self._stored_shapes(one), strict=True))
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self.targets if self._chosen is not None else ():
+            rows, columns = sizes[name]
+            found |= {name + peft.A: (rank, columns), name + peft.B: (rows, rank)}
+        return found | ({f"{VALUE_HEAD}.weight": (1, self._arch.hidden)} if self._weights.value else {})
+
+    def _stored_shapes(self, one: Ruled) -> list[tuple[int, ...]]:
+        return cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self._weights.place(one), self._arch)
 
     def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
         """Set this rank's parts of all adapters, and a value head, from tensors as `stored` yields them.
 
         Raises `WhetError` if they are not those of this model.
         """
-        rank, head = self.info.rank, f"{peft.PREFIX}{VALUE_HEAD}.weight"
-        wanted = {}
-        for name, (rows, columns) in self._sizes().items():
-            wanted |= {peft.PREFIX + name + peft.A: [rank, columns], peft.PREFIX + name + peft.B: [rows, rank]}
-        if self._weights.value:
-            wanted[head] = [1, self._arch.hidden]
-        refuse_others(wanted, tensors, source)
+        refuse_others({peft.PREFIX + name: shape for name, shape in self._shapes_of_all().items()}, tensors, source)
         for weight, pair in self.pairs.items():
             module = peft.PREFIX + weight.removesuffix(".weight")
-            for target, part in zip(
-                pair, self._part(weight, tensors[module + peft.A], tensors[module + peft.B]), strict=True
-            ):
+            parts = self._part(weight, tensors[module + peft.A], tensors[module + peft.B])
+            for target, part in zip(pair, parts, strict=True):
                 target.data.copy_(part)
         if self.head is not None:
-            self.head.data.copy_(tensors[head])
-
-    def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapted weights of all stages: layers of other stages are as those of this one."""
-        found: dict[str, tuple[int, ...]] = {}
-        for one in self._weights.ruled.values():
-            if is_adaptable(one.rule):
-                shapes = self._stored_shapes(one)
-                for names in of_rule(one.rule, self._arch):
-                    found |= dict(zip(names, shapes, strict=True))
-        return {name: found[name] for name in self.targets}
-
-    def _stored_shapes(self, one: Ruled) -> list[tuple[int, ...]]:
-        return cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self._weights.place(one), self._arch)
+            self.head.data.copy_(tensors[f"{peft.PREFIX}{VALUE_HEAD}.weight"])
 
     def peft_config(self, base: str) -> dict[str, Any]:
         """Return the content of `adapter_config.json`."""
@@ -239,6 +249,6 @@ class Adapters(AdapterSets):
     def _load_start(self, folder: Path) -> None:
         tensors = read_start(folder, self.info)
         if self._weights.value and (name := f"{peft.PREFIX}{VALUE_HEAD}.weight") not in tensors:
-            held = self.head is not None  # on other stages than the last one only the shape counts
-            tensors[name] = self.head.detach() if held else torch.zeros(1, self._arch.hidden)
+            # On other stages than the last one only the shape counts.
+            tensors[name] = torch.zeros(1, self._arch.hidden) if self.head is None else self.head.detach()
         self.put(tensors, f"backend.lora.adapter: {folder}")

@@ -49,19 +49,26 @@ class ColumnForward:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return W n(x) + s B (A n(x)), n the norm of the layer, and the bias that the layer leaves to be added."""
         y, bias = self._inner(x, *args, **kwargs)
-        pairs = {name: self._adapters.at(name) for name, _ in self._parts if name in self._adapted}
-        halves = [pair for pair in pairs.values() if pair is not None]
-        if not halves:
+        if (pair := self.pair()) is None:
             return y, bias
-        a = torch.cat([half for half, _ in halves])
-        blocks = [pair[1] if (pair := pairs.get(name)) else a.new_zeros(rows, 0) for name, rows in self._parts]
-        b = torch.block_diag(*blocks).index_select(0, self._order)
+        a, b = pair
         hidden = F.linear(self._normed(x), a.to(x.dtype))
         if self._linear.config.sequence_parallel:
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self._group)
         else:
             hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self._group)
         return y + F.linear(hidden, (b * self._adapters.scaling).to(x.dtype)), bias
+
+    def pair(self) -> Pair | None:
+        """Return A [sum of ranks, in] and B [rows, sum of ranks] of the layer. None: it has no adapter now."""
+        pairs = {name: self._adapters.at(name) for name, _ in self._parts if name in self._adapted}
+        halves = [pair[0] for pair in pairs.values() if pair is not None]
+        if not halves:
+            return None
+        a = torch.cat(halves)
+        blocks = [pair[1] if (pair := pairs.get(name)) else a.new_zeros(rows, 0) for name, rows in self._parts]
+        whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return a, whole.index_select(0, self._order)
 
     def _normed(self, x: Tensor) -> Tensor:
         weight = getattr(self._linear, "layer_norm_weight", None)
@@ -80,7 +87,7 @@ class RowForward:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return W x + s B (A x), summed over the tensor parallel ranks, and the bias that is left to be added."""
         y, bias = self._inner(x, *args, **kwargs)
-        if (pair := self._adapters.at(self._name)) is None:
+        if (pair := self.pair()) is None:
             return y, bias
         a, b = pair
         hidden = F.linear(x, a.to(x.dtype))
@@ -89,6 +96,10 @@ class RowForward:
         else:
             hidden = mappings.reduce_from_tensor_model_parallel_region(hidden, group=self._group)
         return y + F.linear(hidden, (b * self._adapters.scaling).to(x.dtype)), bias
+
+    def pair(self) -> Pair | None:
+        """Return the A and B of the layer. None: it has no adapter now."""
+        return self._adapters.at(self._name)
 
 
 def with_gradient(embedding: nn.Module) -> None:

@@ -57,7 +57,7 @@ class HeldModel:
         """The digest of the weights that adapters are trained on."""
         if trained and config.lora is not None:
             self.adapters = Adapters(self.weights, self.architecture, config.lora, seed, info.architecture)
-            self.weights.merge = self.adapters.merge
+            self.weights.computing = self.adapters.computing
             self.base = base_digest(Path(info.path))
         self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(lowered)]
         """The stages as Megatron's schedules call them."""

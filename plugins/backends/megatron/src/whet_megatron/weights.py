@@ -41,8 +41,8 @@ class ModelWeights:
         assert found is not None
         self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
         self.value = value
-        self.merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight
-        """(stored name, whole weight) -> the weight with its adapter, if any. Ranks of a stage call it alike."""
+        self.computing: Callable[[Ruled], Tensor] = lambda one: one.parameter.detach()
+        """What of a parameter computes: itself, or with an adapter their sum."""
         self.names: frozenset[str] = frozenset()
         """The first stored name of each parameter of all ranks, known once the weights are loaded."""
         self.ruled: dict[str, Ruled] = {}
@@ -83,6 +83,11 @@ class ModelWeights:
         return self.tensor_place
 
     @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._ranks.device
+
+    @property
     def tensor_place(self) -> Place:
         """Return this rank's place among those that share the matrices outside of experts."""
         return Place(self._ranks.coordinates.tensor, self._ranks.sizes.tensor)
@@ -120,18 +125,14 @@ class ModelWeights:
 
     @torch.no_grad()
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (stored name, whole tensor) of all stages on rank 0. Every rank must iterate to the end."""
-        yield from self.on_rank_0(self._of_stage())
+        """Yield (stored name, whole tensor) of all stages on rank 0. Every rank must iterate to the end.
 
-    def on_rank_0(self, of_stage: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all stages on rank 0, and none elsewhere. Every rank must iterate to the end.
-
-        Ranks of one stage gather a tensor at a time, as `of_stage` does, and one of them hands it on to rank 0.
+        Ranks of one stage gather a parameter at a time, and hand it on to rank 0. Elsewhere nothing is yielded.
         """
         stages = self._ranks.sizes.pipeline
         for stage in range(stages):
             mine = self._ranks.coordinates.pipeline == stage
-            stream = of_stage if mine else iter(())
+            stream = self._of_stage() if mine else iter(())
             if stage == 0:
                 for name, tensor in stream:
                     if self._ranks.rank == 0:
@@ -145,21 +146,20 @@ class ModelWeights:
             if one.rule.cut == "vocabulary" and self._arch.tied and one.rule.name == "output_layer.weight":
                 continue
             for names, parts in self._parts(one):
-                for name, whole in zip(names, cuts.join(one.rule.cut, parts, self._arch), strict=True):
-                    yield name, self.merge(name, whole)
+                yield from zip(names, cuts.join(one.rule.cut, parts, self._arch), strict=True)
 
     def _parts(self, one: Ruled) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
         """Yield stored names and the parts of all ranks that share a parameter; of an expert, those of every rank."""
         from megatron.core import parallel_state
 
-        tensor = one.parameter.detach()
+        tensor = self.computing(one)
         if not one.others:
             whole = one.rule.cut == "whole"
             group = None if whole else parallel_state.get_tensor_model_parallel_group()
-            yield one.stored, gathered(tensor, group)
+            yield one.stored, _gathered(tensor, group)
             return
-        parts = gathered(tensor, parallel_state.get_expert_tensor_parallel_group())
-        every = [gathered(part, parallel_state.get_expert_model_parallel_group()) for part in parts]
+        parts = _gathered(tensor, parallel_state.get_expert_tensor_parallel_group())
+        every = [_gathered(part, parallel_state.get_expert_model_parallel_group()) for part in parts]
         for names, of_expert in zip(one.others, zip(*every, strict=True), strict=True):
             yield names, list(of_expert)
 
@@ -220,7 +220,7 @@ def _expert_tensor_place() -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
+def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
     """Return the tensors of all ranks of a group, in order."""
     if group is None or group.size() == 1:
         return [tensor]
