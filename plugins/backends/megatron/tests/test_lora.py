@@ -1,10 +1,13 @@
 """LoRA under every kind of parallelism, against PEFT on the same weights in one process."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from whet.component import Spec
 from whet.errors import CheckpointError, ConfigError, WhetError
@@ -12,6 +15,7 @@ from whet.interfaces.weights import TransferSpec
 from whet_megatron.config import OptimizerConfig
 from whet_testing.three_steps import steps_of
 from whet_training.lora_config import LoraConfig, adapter_info
+from whet_training.weight_groups import WeightGroup
 from whet_weights.transfer import receive
 
 peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
@@ -189,7 +193,7 @@ def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, m
     ids=str,
 )
 def test_a_run_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
-    build, folders, make_batch, tmp_path, saving, loading, distributed
+    build, make_batch, tmp_path, saving, loading, distributed
 ):
     config = {"lora": LORA, **FEW, "optimizer": evolve(OPTIMIZER, distributed=distributed)}
     first, later = build("qwen3", *saving, **config), [make_batch(seed) for seed in (2, 3, 4)]
@@ -197,8 +201,9 @@ def test_a_run_goes_on_bitwise_in_its_layout_and_to_rounding_in_another(
     first.save(tmp_path / "saved").result()
     expected = steps_of(first, later)
     first.close()
-    size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
-    assert size < (folders("qwen3") / "model.safetensors").stat().st_size  # the model is not in it
+    held = FileSystemReader(str(tmp_path / "saved" / "megatron")).read_metadata().state_dict_metadata
+    assert all("lora" in name for name in held if name.startswith("optimizer.state."))
+    assert not any(name.startswith("model.") for name in held)  # the base is not saved
     for where in (saving, loading):
         other = build("qwen3", *where, **config)
         other.load(tmp_path / "saved")
@@ -237,3 +242,102 @@ def test_an_adapter_is_trained_as_on_one_rank(build, folders, make_batch, case):
     folder, batches = folders(name, layers=4), [make_batch(seed) for seed in SEEDS]
     one, several = build(folder, lora=options["lora"], optimizer=OPTIMIZER), build(folder, *split, **{**FEW, **options})
     np.testing.assert_allclose(steps_of(several, batches), steps_of(one, batches), rtol=1e-4)
+
+
+@pytest.mark.parametrize("split", [(2, {"tensor": 2}), (2, {"pipeline": 2})], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_value_head_is_trained_whole_in_float32_beside_the_adapter(build, make_batch, tmp_path, split, dtype):
+    from transformers import AutoModelForSequenceClassification
+
+    options = {"head": "value", "lora": LORA, "dtype": dtype}
+    one, several = build("qwen3", **options, optimizer=OPTIMIZER), build("qwen3", *split, **options, **FEW)
+    spec, batches = Spec("whet_testing.losses:Regression"), [make_batch(seed) for seed in SEEDS]
+    tolerance = 1e-4 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(steps_of(several, batches, spec), steps_of(one, batches, spec), rtol=tolerance)
+    values = several.score(batches[0], ("values",))["values"]
+    several.save(tmp_path / "saved").result()
+    several.export(tmp_path / "merged")
+    again = build("qwen3", *split, **options, **FEW)
+    again.load(tmp_path / "saved")
+    assert np.array_equal(again.score(batches[0], ("values",))["values"], values)
+    head = load_file(tmp_path / "saved" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=getattr(torch, dtype))
+    assert head.dtype == torch.float32
+    assert torch.equal(exported.score.weight, head.to(exported.dtype))
+
+
+def test_in_bfloat16_the_base_is_held_once_and_the_adapter_in_float32(build, make_batch):
+    low, exact = build("llama", dtype="bfloat16", lora=LORA, **FEW), build("llama", lora=LORA, **FEW)
+    batches = [make_batch(seed) for seed in SEEDS]
+    np.testing.assert_allclose(steps_of(low, batches), steps_of(exact, batches), rtol=3e-2)
+    (worker,) = low._workers.objects
+    whole = sum(one.numel() for one in worker._model.weights.stages[0].parameters())
+    held = [one for one in worker._held() if one.dtype == torch.float32]
+    trained = sum(one.numel() for _, one in worker._model.trained())
+    assert sum(one.numel() for one in {one.data_ptr(): one for one in held}.values()) == 3 * trained
+    assert {one.dtype for one in worker._model.weights.stages[0].parameters() if not one.requires_grad} == {
+        torch.bfloat16
+    }
+    assert trained < whole / 5
+
+
+def test_optimizer_groups_see_the_matrices_of_the_adapter(build, make_batch, tmp_path):
+    groups = (WeightGroup("lora_B", lr_factor=4.0), WeightGroup(r"layers\.0\.", lr_factor=0.0))
+    backend = build("llama", 2, {"pipeline": 2}, lora=LORA, optimizer=evolve(OPTIMIZER, groups=groups))
+    backend.save(tmp_path / "before").result()
+    steps_of(backend, [make_batch(0), make_batch(1)])
+    backend.save(tmp_path / "after").result()
+    before, after = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("before", "after"))
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == {name for name in before if "layers.0." in name and "lora_B" not in name}
+    with pytest.raises(WhetError, match="matches no weight"):
+        build("llama", lora=LORA, optimizer=evolve(OPTIMIZER, groups=(WeightGroup("norm"),)))
+
+
+def test_a_checkpoint_of_other_weights_targets_or_kind_is_refused_and_changes_nothing(
+    build, folders, make_batch, tmp_path
+):
+    backend, other, batch = (
+        build("qwen3", lora=LORA),
+        shutil.copytree(folders("qwen3"), tmp_path / "other"),
+        make_batch(0),
+    )
+    backend.save(tmp_path / "saved").result()
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    build("qwen3").save(tmp_path / "whole").result()
+    for folder, lora, saved, words in (
+        (other, LORA, "saved", "adapter of other weights"),
+        ("qwen3", evolve(LORA, targets=("q_proj",)), "saved", "adapter is .*'layers': 14"),
+        ("qwen3", evolve(LORA, targets=("q_proj", "k_proj")), "half", "lacks .*k_proj"),
+        ("qwen3", evolve(LORA, rank=8), "saved", "adapter is .*'rank': 4"),
+        ("qwen3", None, "saved", "the model has None"),
+        ("qwen3", LORA, "whole", "adapter is None"),
+    ):
+        if saved == "half":
+            build("qwen3", lora=evolve(LORA, targets=("q_proj", "v_proj"))).save(tmp_path / "half").result()
+        made = build(folder, lora=lora)
+        before = made.score(batch, ("logprobs",))["logprobs"]
+        with pytest.raises(CheckpointError, match=words):
+            made.load(tmp_path / saved)
+        assert np.array_equal(made.score(batch, ("logprobs",))["logprobs"], before)
+
+
+def test_an_adapter_to_start_from_must_have_the_same_rank_scaling_and_targets(build, folders, tmp_path):
+    wrapped(folders("qwen3")).save_pretrained(tmp_path)
+    for change, words in (
+        ({"rank": 8}, "backend.lora.rank: is 8, and the adapter .* has 4"),
+        ({"alpha": 4.0}, "backend.lora.alpha: is 4"),
+        ({"rslora": True}, "backend.lora.rslora: is True"),
+        ({"targets": ("q_proj",)}, "does not train"),
+    ):
+        with pytest.raises(WhetError, match=words):
+            build("qwen3", lora=evolve(LORA, adapter=str(tmp_path), **change))
+    with pytest.raises(ConfigError, match="'query' matches no linear layer but the head of Qwen3ForCausalLM"):
+        build("qwen3", lora=evolve(LORA, targets=("query",)))
+
+
+def test_an_adapter_is_not_sent_by_who_trains_none(build, tmp_path):
+    with pytest.raises(WhetError, match=r"set backend\.lora"):
+        sent(build("qwen3"), tmp_path, LORA)

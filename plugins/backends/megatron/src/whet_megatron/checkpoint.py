@@ -66,6 +66,9 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     document = _document(folder)
     _refuse_others(folder, document, model)
     _refuse_incomplete(folder / TENSORS)
+    adapter = {}
+    if model.adapters is not None:
+        adapter = adapter_files.read(folder, model.adapters.refuse_others, model.path, model.base)
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():
@@ -73,7 +76,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
     if model.adapters is not None:
-        adapter_files.read(folder, model.adapters.put, model.path, model.base)
+        model.adapters.put(adapter)
     for number, stage in enumerate(model.weights.stages if model.adapters is None else ()):
         stage.load_state_dict(found[_key(number)], strict=True)
     stepper.load(found["optimizer"], int(document["optimizer_steps"]))

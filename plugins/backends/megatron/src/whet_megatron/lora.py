@@ -228,12 +228,12 @@ class Adapters(AdapterSets):
     def _stored_shapes(self, one: Ruled) -> list[tuple[int, ...]]:
         return cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self._weights.place(one), self._arch)
 
-    def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Set this rank's parts of all adapters, and a value head, from tensors as `stored` yields them.
-
-        Raises `WhetError` if they are not those of this model.
-        """
+    def refuse_others(self, tensors: Mapping[str, Tensor], source: str) -> None:
+        """Raise `WhetError` unless tensors are what `stored` yields of this model."""
         refuse_others({peft.PREFIX + name: shape for name, shape in self._shapes_of_all().items()}, tensors, source)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's parts of all adapters, and a value head, from tensors as `stored` yields them."""
         for weight, pair in self.pairs.items():
             module = peft.PREFIX + weight.removesuffix(".weight")
             parts = self._part(weight, tensors[module + peft.A], tensors[module + peft.B])
@@ -251,4 +251,5 @@ class Adapters(AdapterSets):
         if self._weights.value and (name := f"{peft.PREFIX}{VALUE_HEAD}.weight") not in tensors:
             # On other stages than the last one only the shape counts.
             tensors[name] = torch.zeros(1, self._arch.hidden) if self.head is None else self.head.detach()
-        self.put(tensors, f"backend.lora.adapter: {folder}")
+        self.refuse_others(tensors, f"backend.lora.adapter: {folder}")
+        self.put(tensors)

@@ -28,10 +28,13 @@ def write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
                 os.fsync(stream.fileno())
 
 
-def read(folder: Path, put: Callable[[dict[str, Tensor], str], None], model: str, digest: str) -> None:
-    """Hand an adapter that `write` wrote to `put`, with the name of the folder.
+def read(
+    folder: Path, accept: Callable[[dict[str, Tensor], str], None], model: str, digest: str
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return an adapter that `write` wrote, once `accept` has taken it and the name of the folder.
 
-    Raises `CheckpointError` if it is of other weights than those in the folder `model`, or if `put` raises `WhetError`.
+    Raises `CheckpointError` if it is of other weights than those in the folder `model`, or if `accept` raises
+    `WhetError`.
     """
     from safetensors import safe_open
 
@@ -44,11 +47,12 @@ def read(folder: Path, put: Callable[[dict[str, Tensor], str], None], model: str
                 f"{folder} has an adapter of other weights than those in {model}; set model.path to the model that "
                 "it was trained on, or export the run and begin a new one"
             )
-        put(tensors, str(folder))
+        accept(tensors, str(folder))
     except CheckpointError:
         raise
     except WhetError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    return tensors
 
 
 def base_digest(folder: Path) -> str:
