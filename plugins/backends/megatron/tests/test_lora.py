@@ -20,6 +20,7 @@ from whet_weights.transfer import receive
 
 peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
 
+pytestmark = pytest.mark.slow
 LORA = LoraConfig(rank=4, alpha=6.0)
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)
 SEEDS = (0, 1, 2)
