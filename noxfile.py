@@ -104,7 +104,7 @@ def engines(session: nox.Session, engine: str) -> None:
 @nox.parametrize("backend", [nox.param("megatron", id="megatron")])
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
-    install(session, "megatron-core", "pytest-timeout", "pytest-xdist")
+    install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
 
