@@ -14,3 +14,8 @@ def problems(config: MegatronConfig, path: str) -> Iterator[Problem]:
     if config.optimizer.overlap and config.parallel.virtual > 1:
         words = "is true, and parallel.virtual is above 1; with virtual stages gradients are added up at the end"
         yield Problem(f"{path}.optimizer.overlap", words)
+    if config.experts.balance_of == "model" and config.experts.balance_over == "micro-batch":
+        words = (
+            "is model, and balance_over is micro-batch; a stage does not know the load of the layers of other stages"
+        )
+        yield Problem(f"{path}.experts.balance_of", f"{words} before the pass ends: take balance_over: batch, or layer")

@@ -16,6 +16,7 @@ from whet.errors import ConfigError
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
 from whet_megatron.parallel import ParallelConfig
+from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
@@ -56,6 +57,8 @@ class MegatronConfig:
     """The learning rate over optimizer steps."""
     parallel: ParallelConfig = attrs.Factory(ParallelConfig)
     """How ranks share the model."""
+    experts: ExpertsConfig = attrs.Factory(ExpertsConfig)
+    """Options of mixtures of experts."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
@@ -98,6 +101,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         imports=("whet_megatron.worker",),
         sleeps=("cpu", "cuda"),
         notes=(layers_note(config),),
+        columns_wanted=config.experts.columns,
     )
 
 
@@ -132,6 +136,10 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
         yield Problem("use", f"is megatron, and the model {words}; use: fsdp2 may do")
     if not wrong:
         yield from parallel.problems(config.parallel, read(model), config.vocabulary_multiple, ranks)
+        if not read(model).experts and (
+            found := [key for key in ("balance", "z_loss") if getattr(config.experts, key)]
+        ):
+            yield Problem(f"experts.{found[0]}", "is set, and the model has no experts; leave it out")
     if (teacher := teacher_of(config, model)) is not None:
         yield from _of_teacher(config, model, teacher, ranks)
 

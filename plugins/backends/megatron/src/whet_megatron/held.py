@@ -78,10 +78,11 @@ class HeldModels:
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
             )
         self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
-        context = self._ranks.group("context")
+        arch, config = self._model.architecture, self._config
         self._feeder = Feeder(
-            self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
-        )
+            config.parallel, config.layout, self._device, self._ranks.group("context"), self._ranks.coordinates,
+            experts=(arch.layers, arch.experts_per_token) if arch.experts else None,
+        )  # fmt: skip
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 

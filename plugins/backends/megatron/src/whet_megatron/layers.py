@@ -50,7 +50,14 @@ def specification(chosen: Layers, config: Any, vp_stage: int | None) -> Any:
     if chosen == "test":
         from whet_megatron.plain_layers import plain_spec
 
-        return plain_spec(config, vp_stage)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        found = plain_spec(config, vp_stage)
+    else:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        found = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.num_moe_experts is not None:
+        from whet_megatron.router import WatchedRouter
+
+        for layer in found.layer_specs:
+            layer.submodules.mlp.submodules.router = WatchedRouter
+    return found

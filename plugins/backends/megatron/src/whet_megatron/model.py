@@ -12,6 +12,7 @@ from whet.data import randomness
 from whet.data.model_info import ModelInfo
 from whet_megatron import architecture, layers
 from whet_megatron.config import MegatronConfig
+from whet_megatron.experts import Experts
 from whet_megatron.groups import Ranks
 from whet_megatron.layers import Layers
 from whet_megatron.parallel import padded_rows
@@ -49,6 +50,9 @@ class HeldModel:
         self.weights.load(info.path, new_head=drawn)
         self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(stages)]
         """The stages as Megatron's schedules call them."""
+        routed = trained and self.architecture.experts > 0
+        self.experts = Experts(stages, self.architecture, config, ranks) if routed else None
+        """What sees the routers of the trained model. None: it is dense, or frozen."""
         self.config.finalize_model_grads_func = _add_gradients_up
         if trained and config.optimizer.overlap:  # gradients are added up in the last backward pass of a step only
             self.config.no_sync_func = self.chunks[0].no_sync
