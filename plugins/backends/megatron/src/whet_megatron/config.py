@@ -59,6 +59,10 @@ class MegatronConfig:
     """How ranks share the model."""
     experts: ExpertsConfig = attrs.Factory(ExpertsConfig)
     """Options of mixtures of experts."""
+    grouped_experts: bool | Literal["auto"] = "auto"
+    """Multiply the matrices of all experts of a rank at once (`moe_grouped_gemm`), which is faster where there are many
+    small ones. `auto`: where the layers are Transformer Engine's, which has a kernel for it. With `layers: test` it
+    saves no time. Weights and checkpoints are the same."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))

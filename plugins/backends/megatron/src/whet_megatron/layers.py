@@ -51,6 +51,11 @@ def specification(chosen: Layers, config: Any, vp_stage: int | None) -> Any:
         from whet_megatron.plain_layers import plain_spec
 
         found = plain_spec(config, vp_stage)
+        if config.num_moe_experts is not None and config.moe_grouped_gemm:
+            from whet_megatron.grouped_experts import plain_experts
+
+            for layer in found.layer_specs:
+                layer.submodules.mlp.submodules.experts = plain_experts()
     else:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

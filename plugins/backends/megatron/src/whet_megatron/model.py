@@ -13,6 +13,7 @@ from whet.data.model_info import ModelInfo
 from whet_megatron import architecture, layers
 from whet_megatron.config import MegatronConfig
 from whet_megatron.experts import Experts
+from whet_megatron.grouped_experts import grouped
 from whet_megatron.groups import Ranks
 from whet_megatron.layers import Layers
 from whet_megatron.parallel import padded_rows
@@ -186,7 +187,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # of a dense model too: another one refuses lengths that vary
         perform_initialization=False,
         **_recompute(config),
-        **(_experts(arch) if arch.experts else {}),
+        **(_experts(arch, grouped(config.grouped_experts, chosen)) if arch.experts else {}),
     )
 
 
@@ -198,7 +199,7 @@ def _recompute(config: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(arch: architecture.Architecture) -> dict[str, Any]:
+def _experts(arch: architecture.Architecture, group: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": arch.experts,
         "moe_ffn_hidden_size": arch.expert_mlp,
@@ -207,5 +208,5 @@ def _experts(arch: architecture.Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.normalize_chosen,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": group,
     }
