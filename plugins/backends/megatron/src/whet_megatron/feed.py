@@ -8,6 +8,7 @@ twice their number; ranks that share tokens of norms (sequence parallel) need a 
 the tokens that it could change, and its outputs are not read.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -88,17 +89,18 @@ class Feeder:
 
     def __init__(
         self, sizes: ParallelConfig, layout: Any, device: torch.device, context: Any, mine: RankCoordinates,
-        experts: tuple[int, int] | None = None,
+        experts: tuple[int, int] | None = None, multiple: int = 1,
     ) -> None:  # fmt: skip
         """`context`: the group of the ranks that share sequences, or None. `mine`: this rank's coordinates.
 
-        `experts`: of a mixture of experts the number of layers, and of experts that compute a token.
+        `experts`: of a mixture of experts the number of layers, and of experts that compute a token. `multiple`: the
+        tokens of a row on each rank are padded to a multiple of it.
         """
         self._sizes, self._layout, self._device = sizes, layout, device
         self._context, self._rank, self._tensor_rank = context, mine.context, mine.tensor
         self._experts = experts
         self._piece = 2 * sizes.context if sizes.context > 1 else 1
-        self._whole = self._piece * (sizes.tensor if sizes.sequence else 1)
+        self._whole = math.lcm(self._piece, multiple * sizes.context) * (sizes.tensor if sizes.sequence else 1)
 
     def feed(self, batch: Batch) -> Feed:
         """Return the inputs of the forward pass of a NumPy micro-batch."""

@@ -16,7 +16,7 @@ def choose(wanted: str, device: torch.device) -> Layers:
     An installed engine that cannot load makes the import of Megatron fail as well, so this comes before it.
     """
     if wanted == "test" or (wanted == "auto" and device.type == "cpu"):
-        _refuse_broken()
+        refuse_broken()
         return "test"
     if device.type == "cpu":
         raise ConfigError("backend.layers: is transformer-engine, which needs a GPU; set it to auto or test")
@@ -31,7 +31,12 @@ def choose(wanted: str, device: torch.device) -> Layers:
     return "transformer-engine"
 
 
-def _refuse_broken() -> None:
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU. None: the device is a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def refuse_broken() -> None:
     """Raise `ConfigError` if an installed Transformer Engine would make the import of Megatron fail."""
     try:
         import transformer_engine  # noqa: F401  # whether it loads is the question

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from whet.data import randomness
 from whet.data.model_info import ModelInfo
-from whet_megatron import architecture, layers
+from whet_megatron import architecture, fp8, layers
 from whet_megatron.config import MegatronConfig
 from whet_megatron.experts import Experts
 from whet_megatron.grouped_experts import grouped
@@ -187,6 +187,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # of a dense model too: another one refuses lengths that vary
         perform_initialization=False,
         **_recompute(config),
+        **(fp8.options(config.fp8) if config.fp8 else {}),
         **(_experts(arch, grouped(config.grouped_experts, chosen)) if arch.experts else {}),
     )
 
