@@ -59,7 +59,7 @@ class PlainGroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, tokens: list[int]) -> tuple[Tensor, None]:
         """Return the products, and no bias. x [T, inputs]: the tokens of each expert in turn, `tokens` of each."""
-        parts = x.split(tokens)
+        parts = torch.split(x, tokens)
         found = [F.linear(part, self.get_parameter(f"weight{number}")) for number, part in enumerate(parts)]
         return torch.cat(found), None
 
