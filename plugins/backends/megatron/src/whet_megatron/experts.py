@@ -96,6 +96,10 @@ class Experts:
             replayed[entered.at] = entered.sampled
             self.current.replayed = torch.from_numpy(replayed).to(device)
 
+    def leave(self) -> None:
+        """Forget the last forward pass. Whoever runs the model next, to sample from it, has other tokens."""
+        self.current = Pass(torch.zeros(0))
+
     def begin(self, batch: Batch, parts: int, counts: bool, passes: Callable[[], None]) -> None:
         """Begin a step on this rank's share of a batch, in `parts` micro-batches. `counts`: whether its tokens do.
 

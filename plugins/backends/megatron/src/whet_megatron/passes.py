@@ -165,6 +165,8 @@ class Passes:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
+        if model.experts is not None:
+            model.experts.leave()
 
     def _anchor(self, feed: Feed, hidden: Tensor) -> Tensor:
         """Return 0, which depends on all weights: a pass without targets takes part in the backward pass of others."""
