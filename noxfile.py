@@ -105,7 +105,7 @@ def engines(session: nox.Session, engine: str) -> None:
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
-    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
+    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py", f"tests/test_{backend}_experts.py")
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
 
 

@@ -19,6 +19,7 @@ from whet_megatron.checks import problems as section_problems
 from whet_megatron.config import MegatronConfig, OptimizerConfig, facts, problems
 from whet_megatron.hooks import whet_check_config
 from whet_megatron.parallel import Grid, ParallelConfig, padded_rows
+from whet_training.experts import ExpertsConfig
 from whet_training.lora_config import LoraConfig
 from whet_training.ranks import members
 from whet_training.schedule import ScheduleConfig
@@ -72,6 +73,23 @@ def test_what_does_not_divide_is_refused_by_its_key(sizes, ranks, path, words):
 )
 def test_what_experts_do_not_allow_is_refused_by_its_key(sizes, ranks, path, words):
     assert words in found(sizes, ranks, ModelInfo("model", MIXED))[path]
+
+
+def test_options_of_experts_are_refused_for_a_dense_model():
+    experts, mixed = ExpertsConfig(z_loss=0.1, replay=True), ModelInfo("model", MIXED)
+    assert "the model has no experts" in found({}, 1, experts=experts)["experts.z_loss"]
+    assert not found({}, 1, mixed, experts=experts)
+    assert facts(MegatronConfig(experts=experts), mixed).columns_wanted == {"routed_experts"}
+    assert not facts(MegatronConfig(), mixed).columns_wanted
+
+
+def test_the_plan_says_how_experts_are_multiplied():
+    told = {how: facts(MegatronConfig(grouped_experts=how), ModelInfo("model", MIXED)).notes[1]
+            for how in ("auto", True, False)}  # fmt: skip
+    assert "at once with Transformer Engine" in told["auto"]
+    assert "multiplied at once (" in told[True]
+    assert "one after the other (" in told[False]
+    assert len(facts(MegatronConfig(), model()).notes) == 1
 
 
 def test_a_rank_with_padding_alone_is_refused():
@@ -149,12 +167,15 @@ def test_settings_that_exclude_each_other_are_refused():
         schedule=ScheduleConfig(warmup_ratio=0.1, warmup_steps=3),
         parallel=ParallelConfig(pipeline=2, virtual=2),
     )
-    paths = [problem.path for problem in section_problems(config, "backend")]
+    paths = [problem.path for problem in section_problems(config, "backend", gpus=0)]
     assert paths == [
         "backend.schedule.warmup_ratio", "backend.optimizer.groups.0.match", "backend.optimizer.groups.1.lr_factor",
         "backend.optimizer.overlap",
     ]  # fmt: skip
-    assert not list(section_problems(MegatronConfig(), "backend"))
+    assert not list(section_problems(MegatronConfig(), "backend", gpus=0))
+    apart = MegatronConfig(experts=ExpertsConfig(balance=0.1, balance_of="model", balance_over="micro-batch"))
+    (problem,) = section_problems(apart, "backend", gpus=0)
+    assert problem.path == "backend.experts.balance_of"
     with pytest.raises(ConfigError, match="tensr"):
         structure({"parallel": {"tensr": 2}}, MegatronConfig, None)
 

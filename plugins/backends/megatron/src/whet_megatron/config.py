@@ -13,10 +13,12 @@ from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
 from whet.errors import ConfigError
-from whet_megatron import memory, parallel
+from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
+from whet_megatron.fp8 import Fp8Config
 from whet_megatron.lora_targets import linears
 from whet_megatron.parallel import ParallelConfig
+from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
 from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters, unmatched
 from whet_training.schedule import ScheduleConfig
@@ -58,6 +60,14 @@ class MegatronConfig:
     """The learning rate over optimizer steps."""
     parallel: ParallelConfig = attrs.Factory(ParallelConfig)
     """How ranks share the model."""
+    experts: ExpertsConfig = attrs.Factory(ExpertsConfig)
+    """Options of mixtures of experts."""
+    grouped_experts: bool | Literal["auto"] = "auto"
+    """Multiply the matrices of all experts of a rank at once (`moe_grouped_gemm`), which is faster where there are many
+    small ones. `auto`: where the layers are Transformer Engine's, which has a kernel for it. With `layers: test` it
+    saves no time. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None = None
+    """Compute the matrix products of layers in FP8, by Transformer Engine on GPUs. null: in the model's dtype."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
@@ -104,7 +114,9 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker",),
         sleeps=("cpu", "cuda"),
-        notes=(layers_note(config),),
+        notes=tuple(notes(config, model)),
+        packages=(fp8.ENGINE,) if config.fp8 or config.layers == "transformer-engine" else (),
+        columns_wanted=config.experts.columns,
     )
 
 
@@ -122,6 +134,18 @@ def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: boo
         found = teacher_of(config, model)
         held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)
         yield MemoryTerm("weights of the teacher", DTYPE_BYTES[model.dtype] * sum(held), change="drop backend.teacher")
+
+
+def notes(config: MegatronConfig, model: ModelInfo) -> Iterator[str]:
+    """Yield the sentences of the plan."""
+    yield layers_note(config)
+    if model.experts:
+        where = {True: "at once", False: "one after the other"}
+        auto = "at once with Transformer Engine, else one after the other"
+        how = auto if config.grouped_experts == "auto" else where[config.grouped_experts]
+        yield f"megatron: experts of a rank are multiplied {how} (backend.grouped_experts)"
+    if config.fp8:
+        yield fp8.note(config.fp8)
 
 
 def layers_note(config: MegatronConfig) -> str:
@@ -143,6 +167,12 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
     if not wrong:
         yield from parallel.problems(config.parallel, read(model), config.vocabulary_multiple, ranks)
         yield from _of_lora(config.lora, model)
+        if config.fp8:
+            yield from fp8.problems(config.fp8, config.parallel, read(model), model.dtype)
+        if not read(model).experts and (
+            found := [key for key in ("balance", "z_loss") if getattr(config.experts, key)]
+        ):
+            yield Problem(f"experts.{found[0]}", "is set, and the model has no experts; leave it out")
     if (teacher := teacher_of(config, model)) is not None:
         yield from _of_teacher(config, model, teacher, ranks)
 

@@ -19,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from whet_megatron.layers import refuse_broken
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -118,6 +120,7 @@ def on_cpu() -> Iterator[None]:
     if torch.cuda.is_available() or _depth:
         yield
         return
+    refuse_broken()
     for module in _MODULES:  # some compile functions when they are imported, which lists torch's functions by name
         import_module(module)
     with ExitStack() as stack:

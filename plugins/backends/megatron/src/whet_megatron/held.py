@@ -23,6 +23,7 @@ from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.export import write_config
 from whet_megatron.feed import Feeder
+from whet_megatron.fp8 import refuse_device
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
@@ -53,6 +54,8 @@ class HeldModels:
         self._config = structure(config, MegatronConfig, None)
         self._info, self._trained = model, trained
         layers.choose(self._config.layers, torch.device(rank.device))  # before anything imports Megatron
+        if self._config.fp8:
+            refuse_device(self._config.fp8, layers.capability(torch.device(rank.device)))
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         try:
@@ -79,10 +82,12 @@ class HeldModels:
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
             )
         self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
-        context = self._ranks.group("context")
+        arch, config = self._model.architecture, self._config
         self._feeder = Feeder(
-            self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
-        )
+            config.parallel, config.layout, self._device, self._ranks.group("context"), self._ranks.coordinates,
+            experts=(arch.layers, arch.experts_per_token) if arch.experts else None,
+            multiple=config.fp8.multiple if config.fp8 else 1,
+        )  # fmt: skip
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 

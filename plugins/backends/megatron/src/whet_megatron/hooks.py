@@ -29,5 +29,6 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
     sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
     for path, section in sections.items():
         if isinstance(section.config, MegatronConfig):
-            yield from problems(section.config, path)
+            role = path.removeprefix("roles.")
+            yield from problems(section.config, path, gpus=config.cluster.gpus.get(role, 0))
             yield from lora_config.problems(section.config.lora, config, f"{path}.lora")

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from whet.data import randomness
 from whet.data.model_info import ModelInfo
-from whet_megatron import architecture, layers
+from whet_megatron import architecture, fp8, layers
 from whet_megatron.config import MegatronConfig
+from whet_megatron.experts import Experts
+from whet_megatron.grouped_experts import grouped
 from whet_megatron.groups import Ranks
 from whet_megatron.layers import Layers
 from whet_megatron.lora import Adapters
@@ -61,6 +63,9 @@ class HeldModel:
             self.base = base_digest(Path(info.path))
         self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(lowered)]
         """The stages as Megatron's schedules call them."""
+        routed = trained and self.architecture.experts > 0
+        self.experts = Experts(stages, self.architecture, config, ranks) if routed else None
+        """What sees the routers of the trained model. None: it is dense, or frozen."""
         self.config.finalize_model_grads_func = _add_gradients_up
         if trained and config.optimizer.overlap:  # gradients are added up in the last backward pass of a step only
             self.config.no_sync_func = self.chunks[0].no_sync
@@ -217,7 +222,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # of a dense model too: another one refuses lengths that vary
         perform_initialization=False,
         **_recompute(config),
-        **(_experts(arch) if arch.experts else {}),
+        **(fp8.options(config.fp8) if config.fp8 else {}),
+        **(_experts(arch, grouped(config.grouped_experts, chosen)) if arch.experts else {}),
     )
 
 
@@ -229,7 +235,7 @@ def _recompute(config: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(arch: architecture.Architecture) -> dict[str, Any]:
+def _experts(arch: architecture.Architecture, group: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": arch.experts,
         "moe_ffn_hidden_size": arch.expert_mlp,
@@ -238,5 +244,5 @@ def _experts(arch: architecture.Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.normalize_chosen,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": group,
     }

@@ -13,6 +13,7 @@ from whet.errors import WhetError
 from whet_megatron import cuts
 from whet_megatron.architecture import Architecture, family
 from whet_megatron.cuts import Place
+from whet_megatron.grouped_experts import single_name
 from whet_megatron.groups import Ranks
 from whet_megatron.rules import VALUE_HEAD, Rule
 from whet_megatron.stored import StoredWeights, stored_weights
@@ -200,7 +201,7 @@ def _mark(parameter: Any, rule: Rule) -> None:
 
 def _whole_name(stage: Any, name: str) -> str:
     """Return the name of a parameter with its layer counted over all stages."""
-    head, mark, tail = name.partition("decoder.layers.")
+    head, mark, tail = single_name(name).partition("decoder.layers.")
     if not mark:
         return name
     number, _, rest = tail.partition(".")
