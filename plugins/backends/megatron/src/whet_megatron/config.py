@@ -15,6 +15,7 @@ from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
 from whet.errors import ConfigError
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
+from whet_megatron.lent import TRANSPORT
 from whet_megatron.parallel import ParallelConfig
 from whet_training.heads import outputs_of
 from whet_training.schedule import ScheduleConfig
@@ -93,7 +94,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
-        transports=("shared", "broadcast", "shared-memory", "disk"),
+        transports=(TRANSPORT, "shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker",),
         sleeps=("cpu", "cuda"),

@@ -1,7 +1,7 @@
 """Attention over a paged cache in plain PyTorch: what flash-attn computes on a GPU, for tests on a CPU.
 
-    block table   [rows, blocks]: the numbers of each row's blocks in the cache, in the order of its tokens
-    cache         [all blocks, tokens of a block, key heads, d]
+block table   [rows, blocks]: the numbers of each row's blocks in the cache, in the order of its tokens
+cache         [all blocks, tokens of a block, key heads, d]
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def paged_attention(
     """
     found = torch.zeros_like(query)
     counts = query_ends[1:] - query_ends[:-1]
-    for count in counts.unique().tolist():
+    for count in sorted(set(counts.tolist())):
         rows = torch.nonzero(counts == count)[:, 0] if count else counts[:0]
         if len(rows):
             where = (query_ends[rows, None] + torch.arange(count, device=query.device)).long()
@@ -51,9 +51,7 @@ def paged_attention(
     return found
 
 
-def _of_rows(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, table: Tensor, scale: float | None
-) -> Tensor:
+def _of_rows(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, table: Tensor, scale: float | None) -> Tensor:
     """Return [rows, count, heads, d] of rows with equally many queries."""
     longest, count = int(lengths.max()), query.shape[1]
     blocks = table[:, : -(-longest // key.shape[1])].clamp(min=0).long()

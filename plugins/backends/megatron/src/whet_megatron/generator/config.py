@@ -24,7 +24,8 @@ VOCABULARY_MULTIPLE = 64
 @frozen
 class MegatronGeneratorConfig:
     """Generates with Megatron's inference: a paged cache of keys and values, and requests that join and leave the
-    batch while it runs."""
+    batch while it runs.
+    """
 
     parallel: ParallelConfig = attrs.Factory(ParallelConfig)
     """How ranks share the model. With shared weights it is that of the backend. Ranks that are left are replicas.
@@ -100,5 +101,7 @@ def checked(config: Config) -> Iterator[Problem]:
         words = "is not backend.parallel, whose ranks hold the weights; make them equal"
         yield Problem("generator.parallel", f"{words}, {own}")
     if config.rollout.max_staleness:
-        words = f"is shared, and with rollout.max_staleness {config.rollout.max_staleness} weights change under requests"
+        words = (
+            f"is shared, and with rollout.max_staleness {config.rollout.max_staleness} weights change under requests"
+        )
         yield Problem("generator.weights", f"{words}; set rollout.max_staleness: 0, {own}")

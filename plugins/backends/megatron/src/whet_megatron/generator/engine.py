@@ -278,9 +278,12 @@ class Engine:
         sampling, token = row.request.sampling, row.tokens[-1]
         if token in sampling.stop_tokens:
             return "stop"
-        if sampling.stop and self._may_complete(token, sampling.stop):
-            if self._strings.completed(np.array(row.tokens), sampling.stop):
-                return "stop"
+        if (
+            sampling.stop
+            and self._may_complete(token, sampling.stop)
+            and self._strings.completed(np.array(row.tokens), sampling.stop)
+        ):
+            return "stop"
         if len(row.tokens) >= row.limit:
             return "length"
         return "abort" if row.aborted else None
@@ -306,9 +309,7 @@ def _outcome(row: _Row, stop: Stop) -> Outcome:
     return Completion(row.request.id, np.array(row.tokens, np.int64), logprobs, stop, tuple(row.versions))
 
 
-def _reports(
-    rows: Sequence[_Row], tokens: Tensor, logprobs: Tensor, sampler: Sampler, logits: Tensor
-) -> list[Outcome]:
+def _reports(rows: Sequence[_Row], tokens: Tensor, logprobs: Tensor, sampler: Sampler, logits: Tensor) -> list[Outcome]:
     """Return the tokens of rows whose callers want them while they are sampled."""
     shown = [place for place, row in enumerate(rows) if row.request.progress is not None]
     if not shown:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import RoleContext
 
 STEPS = 8
-"""Most tokens of each request between two calls. A call takes well below a millisecond, a token of a large model ten."""
+"""Most tokens of each request between two calls. A call takes less than a millisecond."""
 LOWEST_TEMPERATURE = 1e-3
 """The lowest temperature above 0: below, logprobs overflow."""
 _ENDLESS = 1 << 20

@@ -38,7 +38,7 @@ def take(weights: ModelWeights, architecture: Architecture, tensors: Iterable[tu
 
 
 def _refuse_missing(weights: ModelWeights, mine: Iterable[str], seen: set[str], architecture: Architecture) -> None:
-    """Raise `WeightSyncError` unless all weights of this rank came, and at least one of each parameter of the others."""
+    """Raise `WeightSyncError` unless all weights of this rank came, and of each parameter of the others one."""
     missing = sorted((set(mine) | weights.names) - seen)
     if architecture.tied:
         missing = [name for name in missing if name != "lm_head.weight"]

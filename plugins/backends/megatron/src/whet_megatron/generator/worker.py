@@ -88,7 +88,9 @@ class Worker:
         All ranks of a replica must be called with equal arguments.
         """
         if self._broken:
-            raise WeightSyncError(f"the generator has no weights to use, as the last weight sync failed: {self._broken}")
+            raise WeightSyncError(
+                f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
+            )
         try:
             self._engine.add([(_request(one), limit) for one, limit in zip(requests, limits, strict=True)])
             found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
@@ -122,7 +124,7 @@ class Worker:
     @as_on_gpu
     def sleep(self) -> int:
         """Free the memory of the cache, and of own weights. Returns the number of bytes."""
-        freed = self._engine.free()
+        freed: int = self._engine.free()
         return freed if self._lent is not None else freed + self._offload.sleep(self._model.parameters())
 
     @as_on_gpu
