@@ -69,9 +69,9 @@ def test_a_model_that_megatron_cannot_compute_is_refused() -> None:
     [
         ({}, None, 0, "generator.weights", "is shared, and the backend is other"),
         ({"parallel": ParallelConfig(tensor=2)}, MegatronConfig(), 0, "generator.parallel", "is not backend.parallel"),
-        ({}, MegatronConfig(), 1, "generator.weights", "they change under requests"),
+        ({}, MegatronConfig(), 1, "generator.weights", "weights change under requests"),
     ],
-    ids=str,
+    ids=["another backend", "other ranks", "staleness"],
 )
 def test_weights_that_cannot_be_shared_are_refused(
     generator: dict[str, Any], backend: Any, staleness: int, path: str, words: str

@@ -55,9 +55,14 @@ def _of_rows(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, table: 
     """Return [rows, count, heads, d] of rows with equally many queries."""
     longest, count = int(lengths.max()), query.shape[1]
     blocks = table[:, : -(-longest // key.shape[1])].clamp(min=0).long()
-    keys, values = (cache[blocks].flatten(1, 2)[:, :longest].transpose(1, 2) for cache in (key, value))
+    places = torch.arange(longest, device=query.device)
+    # Beyond a row's end the cache was never written, and a weight of 0 times what is there need not be 0.
+    unwritten = (places >= lengths[:, None])[:, :, None, None]
+    keys, values = (
+        cache[blocks].flatten(1, 2)[:, :longest].masked_fill(unwritten, 0.0).transpose(1, 2) for cache in (key, value)
+    )
     last = lengths[:, None] - count + torch.arange(count, device=query.device)  # the last place that each query sees
-    seen = torch.arange(longest, device=query.device) <= last[:, :, None]
+    seen = places <= last[:, :, None]
     found = F.scaled_dot_product_attention(
         query.transpose(1, 2), keys, values, attn_mask=seen[:, None], scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from whet.data.records import Completion, Progress, Request, Stop
@@ -43,19 +43,6 @@ PLAIN_BLOCK_TOKENS = 16
 """The same for plain attention, which any number suits: most tests have short sequences."""
 ROUNDED_TOKENS = 64
 """Megatron rounds the tokens of a forward pass up to a multiple of it."""
-
-
-@frozen
-class Room:
-    """What a replica can hold."""
-
-    blocks: int
-    block_tokens: int
-    max_batch: int
-
-    def needed(self, tokens: int) -> int:
-        """Return the blocks of a sequence of this length."""
-        return -(-tokens // self.block_tokens)
 
 
 @define(eq=False)
@@ -82,10 +69,11 @@ class Engine:
         self._stage = model.weights.stages[-1]
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
         tensor, self._plain = ranks.sizes.tensor, model.layers == "test"
-        self._room = Room(0, PLAIN_BLOCK_TOKENS if self._plain else BLOCK_TOKENS, max_batch)
+        self.block_tokens = PLAIN_BLOCK_TOKENS if self._plain else BLOCK_TOKENS
         # Sequence parallel ranks share the tokens of a pass evenly.
         self._context = self._make_context(cache_gib, -(-max_batch // tensor) * tensor)
-        self._room = evolve(self._room, blocks=self._context.block_allocator.active_count)
+        self.blocks = int(self._context.block_allocator.active_count)
+        """Blocks of the cache, of `block_tokens` each."""
         self._wrapper = self._wrapped()
         mine = members(ranks.grid, ranks.rank, "tensor", "pipeline")
         self._leader = mine[-tensor]
@@ -113,7 +101,7 @@ class Engine:
             buffer_size_gb=cache_gib,
             max_requests=max_batch,
             max_tokens=-(-tokens // multiple) * multiple,
-            block_size_tokens=self._room.block_tokens,
+            block_size_tokens=self.block_tokens,
         )
 
     def _wrapped(self) -> Any:
@@ -128,11 +116,6 @@ class Engine:
             padded_vocab_size=arch.vocabulary,
         )
         return GPTInferenceWrapper(self._stage, config, self._context)
-
-    @property
-    def room(self) -> Room:
-        """Return what this replica can hold."""
-        return self._room
 
     @property
     def leads(self) -> bool:

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 STEPS = 8
 """Most tokens of each request between two calls. A call takes less than a millisecond."""
+GRACE_SECONDS = 10.0
+"""`close` waits so long for a call under way."""
 LOWEST_TEMPERATURE = 1e-3
 """The lowest temperature above 0: below, logprobs overflow."""
 _ENDLESS = 1 << 20
@@ -109,11 +112,15 @@ class MegatronGenerator:
                 "scratch": str(context.scratch.absolute()),
             },
         )
-        self._replicas, self._leaders = _replicas(self._workers.call("place", phase="start"))
+        places = self._workers.call("place", phase="start")
+        self._replicas, self._of_rank = _replicas(places, config.max_batch)
+        self._outbox: list[_Waiting] = []
         self._waiting: deque[_Waiting] = deque()
         self._aborted: set[str] = set()
         self._orders: deque[_Order] = deque()
         self._asleep = self._closed = False
+        self._failure: Exception | None = None
+        """Why the ranks can compute together no longer."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="whet-megatron-generator", daemon=True)
         self._thread.start()
@@ -123,16 +130,14 @@ class MegatronGenerator:
 
         Raises `WhetError` for a request that cannot be served, and while the generator sleeps.
         """
+        if self._failure is not None or self._closed:
+            raise self._failure or WhetError(f"request {request.id} comes after the generator was closed")
         if self._asleep:
             raise WhetError(f"request {request.id} comes while the generator sleeps; wake it first")
         one = self._accepted(request)
-        # Requests that are made in this iteration of the event loop join the same forward pass.
-        await asyncio.sleep(0)
-        with self._changed:
-            if self._closed:
-                raise WhetError(f"request {request.id} comes after the generator was closed")
-            self._waiting.append(one)
-            self._changed.notify_all()
+        if not self._outbox:  # requests that are made in this iteration of the event loop travel together
+            one.loop.call_soon(self._send)
+        self._outbox.append(one)
         try:
             return await asyncio.wrap_future(one.future)
         except asyncio.CancelledError:
@@ -140,6 +145,12 @@ class MegatronGenerator:
                 self._aborted.add(request.id)
                 self._changed.notify_all()
             raise
+
+    def _send(self) -> None:
+        with self._changed:
+            self._waiting += self._outbox
+            self._outbox.clear()
+            self._changed.notify_all()
 
     def _accepted(self, request: Request) -> _Waiting:
         limit = completion_limit(
@@ -149,11 +160,11 @@ class MegatronGenerator:
         one = _Waiting(
             request if to is None else evolve(request, progress=to.likeliest), limit, asyncio.get_running_loop(), to
         )
-        most = min(replica.blocks for replica in self._replicas)
-        if (needed := self._replicas[0].needed(one)) > most:
-            tokens = self._replicas[0].block_tokens
+        one_of = self._replicas[0]
+        if (needed := one_of.needed(one)) > one_of.blocks:
+            tokens, holds = needed * one_of.block_tokens, one_of.blocks * one_of.block_tokens
             raise WhetError(
-                f"request {request.id} needs {needed * tokens} tokens of the cache, which holds {most * tokens}; raise "
+                f"request {request.id} needs {tokens} tokens of the cache, which holds {holds}; raise "
                 "generator.cache_gib, or lower rollout.max_tokens"
             )
         return one
@@ -191,8 +202,9 @@ class MegatronGenerator:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._thread.join(GRACE_SECONDS)
+        self._workers.close()  # ends a call that hangs
         self._thread.join()
-        self._workers.close()
 
     def _order(self, order: _Order) -> "Future[Any]":
         with self._changed:
@@ -210,20 +222,23 @@ class MegatronGenerator:
                 self._orders.popleft()
                 self._carry_out(order)
                 continue
-            if order is None:
+            if order is None and not self._asleep:
                 self._begin_waiting()
-            elif order.running == "abort":
+            elif order is not None and order.running == "abort":
                 self._aborted |= set(self._running)
             try:
                 self._step()
             except Exception as error:  # of any rank: whoever waits must hear of it
+                self._failure = error if self._workers.size > 1 else None  # others may wait for that rank for ever
                 self._fail(error)
         self._fail(WhetError("the generator was closed"))
 
     def _next(self) -> bool:
         """Wait until there is something to do. Return whether there ever will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._orders or self._waiting or self._running)
+            self._changed.wait_for(
+                lambda: self._closed or self._orders or self._running or (self._waiting and not self._asleep)
+            )
             return not self._closed
 
     @property
@@ -234,7 +249,9 @@ class MegatronGenerator:
         try:
             order.done.set_result(order.call())
         except Exception as error:  # it belongs to whoever gave the order
-            self._fail(error)  # requests that run on after it would wait for ever
+            with suppress(WhetError):  # some ranks may have done it and others not
+                self._workers.call("drop", phase="weight_sync")
+            self._fail(error)
             order.done.set_exception(error)
 
     def _begin_waiting(self) -> None:
@@ -247,7 +264,7 @@ class MegatronGenerator:
             if one.request.replica is None:
                 replica = max(self._replicas, key=lambda replica: replica.free)
             else:
-                replica = self._leaders[one.request.replica]
+                replica = self._of_rank[one.request.replica]
             if replica.free < replica.needed(one):
                 return
             replica.begin(self._waiting.popleft())
@@ -276,7 +293,8 @@ class MegatronGenerator:
         if isinstance(outcome, Progress):
             one = replica.running[id_]
             if one.listener is not None and not one.future.done():
-                one.loop.call_soon_threadsafe(one.listener.call, outcome)
+                with suppress(RuntimeError):  # the loop of the caller has ended meanwhile
+                    one.loop.call_soon_threadsafe(one.listener.call, outcome)
             return
         one = replica.running.pop(id_)
         if not one.future.set_running_or_notify_cancel():
@@ -302,11 +320,11 @@ class MegatronGenerator:
                 one.future.set_exception(error)
 
 
-def _replicas(places: Sequence[Mapping[str, Any]]) -> tuple[list[_Replica], list[_Replica]]:
+def _replicas(places: Sequence[Mapping[str, int]], max_batch: int) -> tuple[list[_Replica], list[_Replica]]:
     """Return the replicas, and the replica of each rank."""
     found: dict[int, _Replica] = {}
+    blocks = min(place["blocks"] for place in places)
     for place in places:
         ranks = tuple(rank for rank, other in enumerate(places) if other["replica"] == place["replica"])
-        room = min(other["blocks"] for other in places)
-        found.setdefault(place["replica"], _Replica(ranks, room, place["block_tokens"], place["max_batch"]))
+        found.setdefault(place["replica"], _Replica(ranks, blocks, place["block_tokens"], max_batch))
     return list(found.values()), [found[place["replica"]] for place in places]

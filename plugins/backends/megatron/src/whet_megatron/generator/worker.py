@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from whet.config.structure import structure
@@ -76,13 +75,13 @@ class Worker:
             cache_gib=config.cache_gib, prefill_tokens=config.prefill_tokens, max_length=max_length,
         )  # fmt: skip
 
-    def place(self) -> dict[str, Any]:
-        """Return this rank's replica, whether it leads it, and the room of its cache."""
-        replica = self._ranks.coordinates.data
-        return {"replica": replica, "leads": self._engine.leads, **attrs.asdict(self._engine.room)}
+    def place(self) -> dict[str, int]:
+        """Return this rank's replica, and the room of its cache."""
+        engine = self._engine
+        return {"replica": self._ranks.coordinates.data, "blocks": engine.blocks, "block_tokens": engine.block_tokens}
 
     @as_on_gpu
-    def step(self, requests: Sequence[Any], limits: Sequence[int], aborted: Sequence[str], steps: int) -> list[Any]:
+    def step(self, requests: Sequence[Request], limits: Sequence[int], aborted: Sequence[str], steps: int) -> list[Any]:
         """Add requests, end others, and generate up to `steps` tokens of each. Return what happened, if it leads.
 
         All ranks of a replica must be called with equal arguments.
@@ -92,12 +91,17 @@ class Worker:
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
             )
         try:
-            self._engine.add([(_request(one), limit) for one, limit in zip(requests, limits, strict=True)])
+            self._engine.add(list(zip(requests, limits, strict=True)))
             found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
         except BaseException:
             self._engine.drop()
             raise
         return found if self._engine.leads else []
+
+    @as_on_gpu
+    def drop(self) -> None:
+        """Forget all requests."""
+        self._engine.drop()
 
     @as_on_gpu
     def receive_weights(self, spec: TransferSpec, version: int) -> None:
@@ -144,12 +148,6 @@ class Worker:
             self._lent.borrowed = False
         if self._own is not None:
             self._own.leave()
-
-
-def _request(found: Any) -> Request:
-    if not isinstance(found, Request):
-        raise TypeError(f"wanted a request, found {type(found).__name__}")
-    return found
 
 
 def _refuse_without_flash_attention() -> None:
