@@ -11,9 +11,8 @@ from attrs import evolve
 from whet.component import GeneratorFacts
 from whet.data.records import Completion, Request, Sampling
 from whet.interfaces.workers import RoleContext
-from whet_megatron.generator.config import MegatronGeneratorConfig, facts
+from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig, facts
 from whet_megatron.generator.handle import MegatronGenerator
-from whet_megatron.parallel import ParallelConfig
 from whet_testing.contracts.component import MODEL
 from whet_testing.contracts.generator import ModelGeneratorContract
 from whet_testing.reference import Reference
@@ -39,7 +38,7 @@ class TestOwnWeights(ModelGeneratorContract):
 class TestOnTwoTensorRanks(TestOwnWeights):
     processes = 2
     transports: tuple[str, ...] = ("shared-memory", "disk")
-    config = evolve(OWN, parallel=ParallelConfig(tensor=2, sequence=True))
+    config = evolve(OWN, parallel=SplitConfig(tensor=2, sequence=True))
 
 
 def gaps(folder: Path, context: RoleContext, config: MegatronGeneratorConfig = OWN, count: int = 6) -> list[float]:
@@ -77,7 +76,7 @@ def test_every_family_is_sampled_as_transformers_computes_it(name: str, folders:
 def test_every_split_is_sampled_as_transformers_computes_it(
     name: str, sizes: dict[str, Any], place: Any, folders: Any, tmp_path: Path
 ) -> None:
-    folder, config = folders(name), evolve(OWN, parallel=ParallelConfig(**sizes))
+    folder, config = folders(name), evolve(OWN, parallel=SplitConfig(**sizes))
     assert max(gaps(folder, make_context(tmp_path, "generator", folder, place(2)), config)) < 1e-4
 
 

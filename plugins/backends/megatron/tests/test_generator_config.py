@@ -8,7 +8,7 @@ import pytest
 from whet.data.model_info import ModelInfo
 from whet_megatron.config import MegatronConfig
 from whet_megatron.config import facts as backend_facts
-from whet_megatron.generator.config import MegatronGeneratorConfig, checked, facts
+from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig, checked, facts
 from whet_megatron.parallel import ParallelConfig
 
 QWEN3 = {
@@ -43,8 +43,6 @@ def test_shared_weights_take_no_memory_and_no_way_but_in_place() -> None:
     ("sizes", "ranks", "path", "words"),
     [
         ({"tensor": 3}, 3, "parallel.tensor", "does not divide the model's 8 heads"),
-        ({"tensor": 2, "context": 2}, 4, "parallel.context", "Megatron's inference has only 1"),
-        ({"pipeline": 2, "virtual": 2}, 2, "parallel.virtual", "Megatron's inference has only 1"),
         ({"expert": 4}, 4, "parallel.expert", "over more ranks than the 1 of parallel.tensor"),
     ],
     ids=str,
@@ -52,7 +50,7 @@ def test_shared_weights_take_no_memory_and_no_way_but_in_place() -> None:
 def test_what_does_not_divide_or_is_for_training_is_refused_by_its_key(
     sizes: dict[str, Any], ranks: int, path: str, words: str
 ) -> None:
-    found = facts(MegatronGeneratorConfig(parallel=ParallelConfig(**sizes)), ModelInfo("model", MIXED))
+    found = facts(MegatronGeneratorConfig(parallel=SplitConfig(**sizes)), ModelInfo("model", MIXED))
     assert found.problems is not None
     assert words in {problem.path: problem.message for problem in found.problems(ranks)}[path]
 
@@ -68,7 +66,7 @@ def test_a_model_that_megatron_cannot_compute_is_refused() -> None:
     ("generator", "backend", "staleness", "path", "words"),
     [
         ({}, None, 0, "generator.weights", "is shared, and the backend is other"),
-        ({"parallel": ParallelConfig(tensor=2)}, MegatronConfig(), 0, "generator.parallel", "is not backend.parallel"),
+        ({}, MegatronConfig(parallel=ParallelConfig(context=2)), 0, "generator.parallel", "is not backend.parallel"),
         ({}, MegatronConfig(), 1, "generator.weights", "weights change under requests"),
     ],
     ids=["another backend", "other ranks", "staleness"],

@@ -15,7 +15,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
-from whet_megatron.generator.config import MegatronGeneratorConfig
+from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig
 from whet_megatron.generator.handle import MegatronGenerator
 from whet_megatron.parallel import ParallelConfig
 from whet_testing.role_context import make_context
@@ -39,7 +39,9 @@ class Pair:
         optimizer = OptimizerConfig(lr=1e-2)
         self.backend = MegatronBackend(MegatronConfig(optimizer=optimizer, parallel=parallel), context("backend"))
         self.generator: MegatronGenerator | None = None
-        made = MegatronGeneratorConfig(**{"parallel": parallel, "cache_gib": 0.01, "max_batch": 8, **config})
+        made = MegatronGeneratorConfig(
+            **{"parallel": SplitConfig(**sizes), "cache_gib": 0.01, "max_batch": 8, **config}
+        )
         try:
             self.generator = MegatronGenerator(made, context("generator"))
         except BaseException:
@@ -191,4 +193,4 @@ def test_without_a_backend_in_its_process_it_says_what_to_change(folders: Any, t
 
 def test_ranks_that_share_the_model_otherwise_are_refused(folders: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="the backend has 1 as"):
-        Pair(tmp_path, folders("qwen3"), {}, parallel=ParallelConfig(tensor=2))
+        Pair(tmp_path, folders("qwen3"), {}, parallel=SplitConfig(tensor=2))

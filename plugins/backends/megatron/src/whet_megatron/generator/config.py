@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 
 from whet.component import GeneratorFacts, MemoryTerm, Problem
-from whet.config.bounds import GIB, RETRIES, TOKENS, above, between
+from whet.config.bounds import GIB, PROCESSES, RETRIES, TOKENS, above, between
 from whet.config.sections import Config
 from whet.data.model_info import DTYPE_BYTES, ModelInfo
 from whet_megatron import memory, parallel
@@ -21,15 +21,39 @@ VOCABULARY_MULTIPLE = 64
 """The rows of the vocabulary on each rank are padded to a multiple of it, where the generator holds its own weights."""
 
 
+_SIZE = between(1, PROCESSES)
+
+
+@frozen
+class SplitConfig:
+    """Numbers of ranks that share the model in generation. The ranks that are left are replicas."""
+
+    tensor: int = field(default=1, validator=_SIZE)
+    """Ranks that split each matrix and the attention heads between them."""
+    sequence: bool = False
+    """Tensor parallel ranks also share the tokens of norms and residuals."""
+    pipeline: int = field(default=1, validator=_SIZE)
+    """Ranks that hold different layers. They work one after the other on each token, so it is for models that fit no
+    other way."""
+    expert: int = field(default=1, validator=_SIZE)
+    """Ranks that hold different experts, among those of `tensor`."""
+    expert_tensor: int = field(default=1, validator=_SIZE)
+    """Tensor parallel ranks of each expert."""
+
+    @property
+    def sizes(self) -> ParallelConfig:
+        """Return the sizes of all axes, as a backend has them."""
+        return ParallelConfig(**attrs.asdict(self))
+
+
 @frozen
 class MegatronGeneratorConfig:
     """Generates with Megatron's inference: a paged cache of keys and values, and requests that join and leave the
     batch while it runs.
     """
 
-    parallel: ParallelConfig = attrs.Factory(ParallelConfig)
-    """How ranks share the model. With shared weights it is that of the backend. Ranks that are left are replicas.
-    `context`, `virtual`, and experts over more ranks than `tensor`, are for training alone."""
+    parallel: SplitConfig = attrs.Factory(SplitConfig)
+    """How ranks share the model. With shared weights it is that of the backend."""
     weights: Literal["shared", "own"] = "shared"
     """`shared`: those of the backend `megatron` in the same processes, in place, so that a weight sync copies nothing
     and no memory is needed twice. `own`: a copy, to which weight syncs bring new weights; for a generator with
@@ -49,7 +73,7 @@ def facts(config: MegatronGeneratorConfig, model: ModelInfo) -> GeneratorFacts:
     """Return the generator's transports, what does not divide, and the memory of one rank."""
     shared = config.weights == "shared"
     return GeneratorFacts(
-        ranks=config.parallel.least_ranks,
+        ranks=config.parallel.sizes.least_ranks,
         problems=partial(problems, config, model),
         transports=(TRANSPORT,) if shared else ("shared", "broadcast", "shared-memory", "disk"),
         # Shared weights change in a training step, during which no request runs.
@@ -65,7 +89,7 @@ def facts(config: MegatronGeneratorConfig, model: ModelInfo) -> GeneratorFacts:
 def memory_of(config: MegatronGeneratorConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: own weights, and keys and values."""
     if config.weights == "own":
-        weights = sum(memory.held(config.parallel, read(model), VOCABULARY_MULTIPLE)) * DTYPE_BYTES[model.dtype]
+        weights = sum(memory.held(config.parallel.sizes, read(model), VOCABULARY_MULTIPLE)) * DTYPE_BYTES[model.dtype]
         change = "raise generator.parallel.tensor, or take generator.weights: shared"
         yield MemoryTerm(f"weights in {model.dtype}", weights, change=change)
     cache = int(config.cache_gib * 2**30)
@@ -74,14 +98,11 @@ def memory_of(config: MegatronGeneratorConfig, model: ModelInfo, ranks: int, tra
 
 def problems(config: MegatronGeneratorConfig, model: ModelInfo, ranks: int) -> Iterator[Problem]:
     """Yield what the model or a number of ranks does not allow. Paths are within the generator's section."""
-    wrong, sizes = list(refusals(model)), config.parallel
+    wrong, sizes = list(refusals(model)), config.parallel.sizes
     for words in wrong:
         yield Problem("use", f"is megatron, and the model {words}; use: hf may do")
     if not wrong:
         yield from parallel.problems(sizes, read(model), VOCABULARY_MULTIPLE, ranks)
-    for key in ("context", "virtual"):
-        if getattr(sizes, key) > 1:
-            yield Problem(f"parallel.{key}", f"is {getattr(sizes, key)}; Megatron's inference has only 1")
     if sizes.expert * sizes.expert_tensor > sizes.tensor:
         words = f"lays experts over more ranks than the {sizes.tensor} of parallel.tensor"
         yield Problem("parallel.expert", f"{words}; a replica of the generator has its experts for itself")
@@ -97,7 +118,7 @@ def checked(config: Config) -> Iterator[Problem]:
         words = f"is shared, and the backend is {config.backend.name}; take backend.use: megatron, {own}"
         yield Problem("generator.weights", words)
         return
-    if backend.parallel != generator.parallel:
+    if backend.parallel != generator.parallel.sizes:
         words = "is not backend.parallel, whose ranks hold the weights; make them equal"
         yield Problem("generator.parallel", f"{words}, {own}")
     if config.rollout.max_staleness:

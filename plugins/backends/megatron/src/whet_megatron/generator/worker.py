@@ -48,7 +48,7 @@ class Worker:
         """Return the backend's model."""
         self._lent = lent.borrow()
         found = self._lent.ranks
-        if found.size != self._rank.size or found.sizes != self._config.parallel:
+        if found.size != self._rank.size or found.sizes != self._config.parallel.sizes:
             wanted = f"{self._rank.size} ranks as {self._config.parallel}"
             raise ConfigError(
                 f"{self._rank.role}.parallel: is for {wanted}, and the backend has {found.size} as {found.sizes}"
@@ -57,7 +57,7 @@ class Worker:
 
     def _loaded(self, seed: int) -> tuple[HeldModel, Ranks]:
         """Load a model of its own."""
-        parallel, chosen = self._config.parallel, self._config.layers
+        parallel, chosen = self._config.parallel.sizes, self._config.layers
         layers.choose(chosen, torch.device(self._rank.device))  # before anything imports Megatron
         self._own = Ranks(self._rank, parallel)
         groups.seed(seed)
