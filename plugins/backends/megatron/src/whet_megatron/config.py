@@ -16,6 +16,7 @@ from whet.errors import ConfigError
 from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
 from whet_megatron.fp8 import Fp8Config
+from whet_megatron.lent import TRANSPORT
 from whet_megatron.lora_targets import linears
 from whet_megatron.parallel import ParallelConfig
 from whet_training.experts import ExpertsConfig
@@ -110,7 +111,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
-        transports=("shared", "broadcast", "shared-memory", "disk"),
+        transports=(TRANSPORT, "shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker",),
         sleeps=("cpu", "cuda"),

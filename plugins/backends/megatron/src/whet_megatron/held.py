@@ -18,7 +18,7 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_megatron import checkpoint, groups, layers
+from whet_megatron import checkpoint, groups, layers, lent
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.export import write_config
@@ -63,7 +63,12 @@ class HeldModels:
         except BaseException:  # of a role that shares its processes others must be able to start
             self._ranks.leave()
             raise
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        asleep = Path(scratch) / "asleep"
+        self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
+        self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
+        self._lent = lent.Lent(self._model, self._ranks, self._policy_offload.wake)
+        if rank.role == "backend" and not self._model.value:
+            lent.offer(self._lent)
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
         self._asleep = False
@@ -112,7 +117,13 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights under the names of the model folder, or an adapter alone. All ranks gather; rank 0 sends."""
+        """Send the weights under the names of the model folder, or an adapter alone. All ranks gather; rank 0 sends.
+
+        In place nothing is sent: the generator of this process computes with the same memory.
+        """
+        if spec.transport == lent.TRANSPORT:
+            self._lent.sent(spec)
+            return
         adapters = self._model.adapters
         if spec.adapter is not None and adapters is None:
             raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
@@ -173,18 +184,22 @@ class HeldModels:
     # Life
 
     def sleep(self) -> int:
-        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
+        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
         if self._asleep:
             return 0
         self._asleep = True
         freed = sum(_free(gradients) for gradients in self._gradients())
-        return freed + self._offload.sleep(self._held())
+        # The optimizer's float32 weights may be the policy's own.
+        policy = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        freed += self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
+        return freed if self._lent.borrowed else freed + self._policy_offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
         """Bring weights and optimizer back. Gradients are zero."""
         if not self._asleep:
             return
         self._offload.wake()
+        self._policy_offload.wake()
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
             gradients.zero_()
@@ -197,7 +212,8 @@ class HeldModels:
                 yield buffer.grad_data
 
     def _held(self) -> Iterator[Tensor]:
-        for model in (self._model, *self._frozen.values()):
+        """Yield the tensors of frozen models and of the optimizer."""
+        for model in self._frozen.values():
             yield from model.parameters()
         if self._stepper is not None:
             yield from self._stepper.held()
@@ -205,7 +221,9 @@ class HeldModels:
     @as_on_gpu
     def close(self) -> None:
         """Leave the process groups."""
+        lent.withdraw(self._lent)
         self._offload.close()
+        self._policy_offload.close()
         self._ranks.leave()
 
 
