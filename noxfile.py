@@ -105,8 +105,17 @@ def engines(session: nox.Session, engine: str) -> None:
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
-    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py", f"tests/test_{backend}_experts.py")
+    cells = f"tests/test_support.py::test_algorithms_take_two_steps_on_{backend}"
+    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py", f"tests/test_{backend}_experts.py", cells)
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def support(session: nox.Session) -> None:
+    """Run every cell of docs/reference/support.md that a test can run on a CPU without an engine."""
+    install(session, "megatron-core", "pytest-timeout")
+    every = {**ONE_THREAD, "WHET_EVERY_CELL": "1"}
+    session.run("pytest", "tests/test_support.py", *session.posargs, env=every)
 
 
 @nox.session(name="two-torches")

@@ -111,6 +111,9 @@ def test_a_rank_with_padding_alone_is_refused():
         ({"dtype": "float16"}, "computes in float16"),
         ({**MIXED, "mlp_only_layers": [0]}, "has dense layers among those with experts"),
         ({**MIXED, "num_experts_per_tok": 1}, "chooses one expert for each token"),
+        ({**MIXED, "num_experts_per_tok": 9}, "chooses 9 of 8 experts for each token"),
+        ({"num_key_value_heads": 3}, "has 8 heads, which its 3 key heads do not divide"),
+        ({"head_dim": 15}, "has heads of 15 values"),
     ],
     ids=str,
 )
@@ -129,7 +132,7 @@ def test_a_teacher_that_does_not_fit_is_refused_by_its_key(tmp_path):
 
     assert not teaching()
     assert "has a vocabulary of 400 tokens, the model that is trained 375" in teaching(vocab_size=400)
-    assert "which does not divide the model's 3 key heads (of the teacher)" in teaching(num_key_value_heads=3)
+    assert "which does not divide the model's 1 key heads (of the teacher)" in teaching(num_key_value_heads=1)
     assert "has the activation gelu" in teaching(hidden_act="gelu")
     assert "kl_forward" in facts(MegatronConfig(teacher=str(tmp_path)), model()).outputs_given
     with_teacher = held(MegatronConfig(teacher=str(tmp_path)), model(), 1)

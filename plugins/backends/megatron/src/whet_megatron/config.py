@@ -19,6 +19,7 @@ from whet_megatron.fp8 import Fp8Config
 from whet_megatron.lent import TRANSPORT
 from whet_megatron.lora_targets import linears
 from whet_megatron.parallel import ParallelConfig
+from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
 from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters, unmatched
@@ -118,16 +119,25 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         notes=tuple(notes(config, model)),
         packages=(fp8.ENGINE,) if config.fp8 or config.layers == "transformer-engine" else (),
         columns_wanted=config.experts.columns,
+        forecast=forecast(config, model) if fits and config.lora is None else None,
     )
 
 
+def forecast(config: MegatronConfig, model: ModelInfo) -> Forecast:
+    """Return how the peaks of a rank are predicted."""
+    from whet_megatron.forecast import formulas, savings, sizes_of
+
+    settings, sizes = attrs.asdict(config), partial(sizes_of, config)
+    return Forecast(settings, model, formulas, config.micro_batch_tokens, savings=savings, sizes=sizes)
+
+
 def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Yield the memory of one rank; see `whet_megatron.memory`."""
+    """Yield the memory of one rank of the fullest stage; see `whet_megatron.memory`."""
     lora = config.lora if trained else None
     copies, multiple = 1 + (config.reference and lora is None), config.vocabulary_multiple
     yield from memory.terms(
         config.parallel, read(model), model.dtype, ranks, copies, multiple,
-        sharded=config.optimizer.distributed, trained=trained and lora is None,
+        sharded=config.optimizer.distributed, trained=trained and lora is None, value=config.head == "value",
     )  # fmt: skip
     if lora is not None:
         yield from memory.adapter(config.parallel, adapter_parameters(lora, model))
