@@ -95,7 +95,8 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         problems=partial(problems, config, model),
         transports=("shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
-        imports=("whet_megatron.worker",),
+        imports=("whet_megatron.worker", "whet_megatron.ahead"),
+        forkable=True,
         sleeps=("cpu", "cuda"),
         notes=(layers_note(config),),
     )

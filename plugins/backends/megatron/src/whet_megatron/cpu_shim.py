@@ -99,7 +99,7 @@ _CUDA: dict[str, Any] = {
 }
 
 
-_MODULES = (
+MODULES = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt",
     "megatron.core.distributed",
@@ -108,6 +108,7 @@ _MODULES = (
     "megatron.core.dist_checkpointing",
     "megatron.core.transformer.moe.moe_layer",
 )
+"""What imports all of Megatron that this backend uses."""
 _depth = 0
 
 
@@ -118,7 +119,7 @@ def on_cpu() -> Iterator[None]:
     if torch.cuda.is_available() or _depth:
         yield
         return
-    for module in _MODULES:  # some compile functions when they are imported, which lists torch's functions by name
+    for module in MODULES:  # some compile functions when they are imported, which lists torch's functions by name
         import_module(module)
     with ExitStack() as stack:
         for name, value in _CUDA.items():
