@@ -1,0 +1,69 @@
+"""Whole runs with the backend `megatron`: on recorded responses, on each launcher, killed, and with every recipe."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import whet
+from whet.data.files import read_rows
+from whet_testing.runs import numbers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_orphans"),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"),
+]
+HERE = Path(__file__).parent
+STEPS = 10
+SPLIT = {"use": "megatron", "optimizer": {"lr": 1.0e-3}, "parallel": {"tensor": 2}}
+RANKS = {"ranks": {"backend": 2}, "threads": {"backend": 1, "generator": 1}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> None:
+    """Start worker processes as runs do, not as forks of this process."""
+
+
+@attrs.frozen
+class Recorded:
+    """Rollouts that are taken from a run and recorded, or of which the recorded ones are given again."""
+
+    batches: list
+    rollouts: object = None
+
+    def take(self, groups):
+        if self.rollouts is None:
+            return self.batches.pop(0)
+        self.batches.append(self.rollouts.take(groups))
+        return self.batches[-1]
+
+
+def test_ten_steps_of_grpo_on_recorded_responses_agree_with_fsdp2(small_run, tmp_path):
+    algorithm = {"use": "grpo", "prompts_per_step": 4, "group_size": 4, "minibatches": 2}
+    algorithm["loss"] = {"use": "clipped-pg", "kl": {"weight": 0.1}}
+    ones = {"use": "fsdp2", "optimizer": SPLIT["optimizer"]}
+    batches, found = [], {}
+    for backend, cluster in ((ones, {"workers": "inline"}), (SPLIT, RANKS)):
+        (folder := tmp_path / backend["use"]).mkdir()
+        config = small_run(
+            folder,
+            run={"folder": str(folder / "run"), "steps": STEPS, "seed": 3},
+            backend={**backend, "reference": True}, cluster=cluster, algorithm=algorithm,
+        )  # fmt: skip
+        with whet.open(config) as parts:
+            recorded = Recorded(list(batches)) if batches else Recorded(batches, parts.rollouts)
+            parts.algorithm.run(attrs.evolve(parts, rollouts=recorded))
+        found[backend["use"]] = list(read_rows(folder / "run/metrics.jsonl"))
+    assert len(batches) == STEPS
+    for expected, row in zip(found["fsdp2"], found["megatron"], strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-4), row["step"]
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), row["step"]
+        assert row["grad_norm"] > 0
