@@ -1,5 +1,6 @@
 """Every recipe is right as it stands, is checked at once without anything heavy, and trains."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from whet.run.compose import run
+from whet_testing.runs import numbers
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = {"gymnasium-grpo", "reasoning-gym-grpo"}  # they need libraries of others; tests/adapters train them
@@ -154,3 +156,28 @@ def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
         assert rows[-1]["validation/loss"] > 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here")
+@pytest.mark.parametrize("name", ["learn-sft", "learn-dpo", "learn-rm", "learn-ppo", "learn-distill"])
+def test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2(
+    name, whet, tiny_model_folder, tiny_models, records, tmp_path
+):  # fmt: skip
+    recipe = ROOT / "recipes" / f"{name}.yaml"
+    overrides = [*local(recipe, tiny_model_folder, records, tmp_path), *small(recipe), "run.export=false"]
+    sections = {"backend": "backend"} | {role: f"roles.{role}" for role in whole(recipe).get("roles", {})}
+    if "teacher" in sections:  # of itself there is nothing to learn
+        overrides.append(f"roles.teacher.model.path={tiny_models('llama', seed=1)}")
+    assert run(recipe, overrides).finished
+    overrides += [f"run.folder={tmp_path / 'megatron'}", "cluster.workers=process"]
+    for role, section in sections.items():
+        overrides += [f"{section}.use=megatron", f"{section}.parallel.tensor=2", f"cluster.ranks.{role}=2"]
+    ended = whet("run", recipe, *overrides)
+    assert ended.code == 0, ended.errors
+    steps = [numbers(tmp_path / name) for name in ("run", "megatron")]
+    assert len(steps[0]) == len(steps[1]) >= 2
+    for expected, found in zip(*steps, strict=True):
+        compared = {key: value for key, value in expected.items() if "loss" in key or "grad_norm" in key}
+        assert {key: found[key] for key in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5)
+    assert any(row.get("grad_norm") for row in steps[0])
