@@ -54,7 +54,7 @@ def packages(session: nox.Session) -> None:
 @nox.session
 def learn(session: nox.Session) -> None:
     """Learn by each recipe from a saved start; table and plot in runs/learn; `-- grpo dapo` takes these alone."""
-    install(session)
+    install(session, "megatron-core")
     session.run("python", "benchmarks/learn.py", *session.posargs)
 
 
@@ -100,13 +100,16 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
 
 
+ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
+
+
 @nox.session
 @nox.parametrize("backend", [nox.param("megatron", id="megatron")])
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
     install(session, "megatron-core", "pytest-timeout", "pytest-xdist")
-    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
-    session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
+    runs = (f"tests/test_{backend}.py", f"tests/test_{backend}_runs.py", f"tests/test_recipes.py::{ALIKE}")
+    session.run("pytest", "-n", "2", f"plugins/backends/{backend}", *runs, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="two-torches")

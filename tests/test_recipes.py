@@ -21,7 +21,9 @@ RECIPES = sorted(
     path for path in (*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml")) if path.stem not in ADAPTERS
 )
 HEAVY = ("torch", "ray", "transformers", "datasets", "vllm", "sglang", "math_verify")
+MEGATRON = ROOT / "recipes" / "learn-grpo-megatron.yaml"
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+in_one_process = pytest.mark.parametrize("recipe", [path for path in RECIPES if path != MEGATRON], ids=lambda p: p.stem)
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +144,7 @@ def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
 
 
-@every_recipe
+@in_one_process
 def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
     overrides = [*local(recipe, tiny_model, records, tmp_path), *small(recipe)]
     outcome = run(recipe, overrides)
@@ -156,6 +158,13 @@ def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
         assert rows[-1]["validation/loss"] > 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_the_recipe_with_megatron_differs_from_the_one_with_fsdp2_in_the_backend_and_its_ranks_alone():
+    plain, found = whole(MEGATRON.with_name("learn-grpo.yaml")), whole(MEGATRON)
+    plain["run"]["folder"], plain["cluster"] = found["run"]["folder"], {"ranks": {"backend": 2}}
+    plain["backend"] |= {"use": "megatron", "parallel": {"tensor": 2}}
+    assert found == plain
 
 
 @pytest.mark.slow
