@@ -87,12 +87,11 @@ from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
 from whet.plan.roles import make_roles
 from whet.data.model_info import ModelInfo
-EXPERTS = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
-SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
-OTHERS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True}
-LIMITS = {"max_position_embeddings": 4096, "vocab_size": 1000}
-MODEL = ModelInfo("somewhere", {"model_type": "qwen3", **LIMITS, **SIZES, **OTHERS, **EXPERTS})
 loaded = load_config(sys.argv[1])
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2} if "moe" in sys.argv[1] else {}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
+OTHERS = {"vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+MODEL = ModelInfo("somewhere", {"model_type": "qwen3", **SIZES, **OTHERS, **EXPERTS})
 plan, problems = make_plan(
     loaded.config, MODEL, make_roles(loaded.config, gather_facts(loaded.config, MODEL)), Machine(cores=2)
 )
