@@ -17,7 +17,7 @@ TOOLS = [
         "type": "function", "name": "increment_counter", "description": "Add to the counter.", "strict": True,
         "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]},
     },
-    {"type": "function", "name": "get_counter_value", "parameters": {"type": "object", "properties": {}}},
+    {"type": "function", "name": "get_counter_value", "strict": True, "parameters": {"type": "object", "properties": {}}},
 ]  # fmt: skip
 MANDATORY = ("id", "object", "created_at", "model", "output", "parallel_tool_calls", "tool_choice", "tools")
 
