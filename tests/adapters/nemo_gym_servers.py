@@ -8,6 +8,7 @@ environment and a process for each server, and start Ray.
 
 import asyncio
 import json
+import os
 import socket
 import sys
 
@@ -51,19 +52,17 @@ async def main(model_port: int) -> None:
         "counter": StatefulCounterResourcesServer(config=counter, server_client=client),
         "simple_agent": SimpleAgent(config=agent, server_client=client),
     }
-    running = {}
+    running = []
     for name, server in servers.items():
         app = server.setup_webserver()
         server.setup_exception_middleware(app)
-        served = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        running[served] = asyncio.create_task(served.serve(sockets=[sockets[name]]))
+        served = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30))
+        running.append(asyncio.create_task(served.serve(sockets=[sockets[name]])))
         while not served.started:
             await asyncio.sleep(0.01)
     print(json.dumps({name: f"http://{HOST}:{ports[name]}" for name in servers}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    for served, ended in running.items():
-        served.should_exit = True
-        await ended
+    os._exit(0)  # an agent whose episode was given up asks for ever for the model, and its server would wait for it
 
 
 asyncio.run(main(int(sys.argv[1])))
