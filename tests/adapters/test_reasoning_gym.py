@@ -36,7 +36,9 @@ def test_a_question_of_every_data_set_is_asked_and_its_own_answer_gets_the_full_
     names = [name for name in json.loads(listed.stdout) if name != "composite" and name not in UNUSABLE]
     assert len(names) >= 100
     mixed = {"dataset": "composite", "config": {"datasets": [{"name": name, "weight": 1} for name in names]}}
-    environment = ReasoningGym(structure({**mixed, "scorers": 2}, ReasoningGymConfig, load_plugins()))
+    environment = ReasoningGym(
+        structure({**mixed, "scorers": 2, "train_tasks": 2000}, ReasoningGymConfig, load_plugins())
+    )
 
     async def scores(index: int) -> tuple[str, list[float], list[str]]:
         task = await asyncio.to_thread(environment.tasks("train").__getitem__, index)
