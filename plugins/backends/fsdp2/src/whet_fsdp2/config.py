@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, min_len, optional
+from attrs.validators import deep_iterable, optional
 
-from whet.component import AdapterInfo, BackendFacts, MemoryTerm
+from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
@@ -16,6 +16,7 @@ from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
+from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 
@@ -71,33 +72,6 @@ class OptimizerConfig:
     """Options of `kind: muon`."""
     groups: tuple[WeightGroup, ...] = ()
     """Weights with a learning rate or weight decay of their own. Each pattern must match a weight."""
-
-
-@frozen
-class LoraConfig:
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights W of the model are frozen, and W + s B A is trained, where A
-    and B are two small matrices.
-    """
-
-    rank: int = field(default=8, validator=between(1, 65_536))
-    """Rows of A and columns of B. More can learn more, and take more memory."""
-    alpha: float = field(default=16.0, validator=above(0, FACTOR))
-    """The scaling s is alpha / rank."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank), so that the size of updates does not fall with the rank (Kalajdzievski 2023,
-    arXiv:2312.03732)."""
-    targets: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
-    """Linear layers that get an adapter: names such as `q_proj`, which stand for all layers whose name ends so, or
-    regular expressions for whole names in `transformers`, e.g. `.*layers\\.[0-3]\\..*`. Empty: all linear layers of the
-    decoder layers. The head gets none."""
-    experts: bool = False
-    """Whether the weights of experts that are stacked in one tensor get adapters, too."""
-    adapter: str = field(default="", metadata={"path": True})
-    """Folder of an adapter in PEFT's format to start from. It must have the same rank, alpha and targets. The reference
-    policy then has this adapter. Empty: A is random and B is zero."""
-    export: Literal["merged", "adapter"] = "merged"
-    """What an export is. `merged`: a model folder with the adapter added to the weights. `adapter`: the adapter alone,
-    in PEFT's format."""
 
 
 @frozen
@@ -182,12 +156,6 @@ def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
     return Sizes(shards, wanted.tensor, wanted.context, wanted.expert, wanted.replicate)
 
 
-def adapter_info(config: LoraConfig) -> AdapterInfo:
-    """Return what a receiver must know of the adapter."""
-    kinds = ("linear", "experts") if config.experts else ("linear",)
-    return AdapterInfo(config.rank, config.alpha, config.rslora, kinds)
-
-
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
     sizes, low, lora = config.parallel, model.dtype == "bfloat16", config.lora if trained else None
@@ -247,23 +215,6 @@ def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]
         yield "Muon's momentum in float32", 4 * matrices
     of = " of the other weights" if matrices else ""
     yield f"AdamW's two moments{of} in float32", 8 * (model.parameters - matrices)
-
-
-def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
-    """Return the number of parameters of an adapter of all linear layers of a decoder, estimated from its config.
-    Stacked experts count, others do not. 0: the adapter is of other layers, or the config does not state their sizes.
-    """
-    found = model.config.get("text_config") or model.config
-    hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-    if config.targets or not (hidden and mlp and heads):
-        return 0
-    head = found.get("head_dim") or hidden // heads
-    attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
-    feed_forward = 3 * (hidden + mlp)
-    if model.experts:  # two stacked weights: gate and up in one, and down
-        one = found.get("moe_intermediate_size") or mlp
-        feed_forward = model.experts * (2 * hidden + 3 * one) if config.experts else 0
-    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + feed_forward))
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

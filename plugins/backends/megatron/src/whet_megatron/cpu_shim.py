@@ -101,15 +101,6 @@ _CUDA: dict[str, Any] = {
 }
 
 
-_MODULES = (
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.transformer.moe.moe_layer",
-)
 _depth = 0
 
 
@@ -121,8 +112,8 @@ def on_cpu() -> Iterator[None]:
         yield
         return
     refuse_broken()
-    for module in _MODULES:  # some compile functions when they are imported, which lists torch's functions by name
-        import_module(module)
+    # Some modules of it compile functions when they are imported, which lists torch's functions by name.
+    import_module("whet_megatron.ahead")
     with ExitStack() as stack:
         for name, value in _CUDA.items():
             stack.enter_context(patch.object(torch.cuda, name, value))

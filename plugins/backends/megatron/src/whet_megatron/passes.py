@@ -39,7 +39,8 @@ class Head:
         """Return the wanted outputs of a micro-batch in its order. hidden [rows, tokens, H], as Megatron returns it."""
         at = self.read(feed, hidden)
         if self.model.value:
-            found = {"values": (at @ self.model.head.T.to(at.dtype))[:, 0].float()}
+            head = self.model.head
+            found = {"values": (at.to(head.dtype) @ head.T)[:, 0].float()}
         else:
             weight, rows = self.rows()
             terms = {"temperature": feed.temperature, "vocabulary": rows, "chunk": self.chunk}

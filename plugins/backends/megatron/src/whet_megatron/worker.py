@@ -120,7 +120,8 @@ class Worker(HeldModels, LossWorker):
     def score(self, batch: Batch | None, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each. Ranks of other stages return zeros."""
         batch = self._ranks.share(batch)
-        model = self._model if weights == "policy" else self._frozen.get(weights)
+        ours = weights == "policy" or (self._model.adapters is not None and weights in self._model.adapters.SETS)
+        model = self._model if ours else self._frozen.get(weights)
         if model is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
         self._refuse_unknown(outputs, "what is to be scored")
@@ -138,7 +139,8 @@ class Worker(HeldModels, LossWorker):
 
         feeds = [self._feed(part, batch) for part in parts]
         if feeds:
-            self._passes(model).run(feeds, outputs, finish, backward=False, teachers=self._taught(feeds, outputs))
+            with self._model.using(weights if ours else "policy"):
+                self._passes(model).run(feeds, outputs, finish, backward=False, teachers=self._taught(feeds, outputs))
         return found
 
     def _taught(self, feeds: list[Feed], outputs: Sequence[str]) -> list[Teacher]:
