@@ -156,5 +156,5 @@ def _refuse_without_flash_attention() -> None:
     except ImportError as error:
         raise ConfigError(
             f"generator: Megatron's inference computes attention with flash-attn, which cannot be imported ({error}); "
-            "install it for the CUDA of this machine with `pip install flash-attn`"
+            "install it for the CUDA of this machine with `pip install 'whet-megatron[flash]'`"
         ) from error
