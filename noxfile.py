@@ -54,7 +54,7 @@ def packages(session: nox.Session) -> None:
 @nox.session
 def learn(session: nox.Session) -> None:
     """Learn by each recipe from a saved start; table and plot in runs/learn; `-- grpo dapo` takes these alone."""
-    install(session)
+    install(session, "megatron-core")
     session.run("python", "benchmarks/learn.py", *session.posargs)
 
 
@@ -100,13 +100,26 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
 
 
+ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
+
+
 @nox.session
 @nox.parametrize("backend", [nox.param("megatron", id="megatron")])
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
-    install(session, "megatron-core", "pytest-timeout", "pytest-xdist")
-    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
+    install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
+    cells = f"tests/test_support.py::test_algorithms_take_two_steps_on_{backend}"
+    whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
+    tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", cells)
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def support(session: nox.Session) -> None:
+    """Run every cell of docs/reference/support.md that a test can run on a CPU without an engine."""
+    install(session, "megatron-core", "pytest-timeout")
+    every = {**ONE_THREAD, "WHET_EVERY_CELL": "1"}
+    session.run("pytest", "tests/test_support.py", *session.posargs, env=every)
 
 
 @nox.session(name="two-torches")

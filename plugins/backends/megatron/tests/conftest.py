@@ -19,7 +19,7 @@ from whet_testing.three_steps import grouped_batch, stirred_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 Build = Callable[..., MegatronBackend]
-WITHOUT = ("test_config.py", "test_generator_config.py", "TestPlugin")
+WITHOUT = ("test_config.py", "test_generator_config.py", "TestPlugin", "test_fp8.py::test_")
 """Tests that need no Megatron."""
 
 

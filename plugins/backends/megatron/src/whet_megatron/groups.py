@@ -1,5 +1,7 @@
 """The ranks of this backend, and Megatron's process groups, which all roles in a process share."""
 
+from importlib import import_module
+
 import torch
 from attrs import define
 
@@ -77,6 +79,7 @@ class Ranks(RankGroup):
 
 def _initialize(sizes: ParallelConfig) -> None:
     """Make Megatron's groups."""
+    import_module("whet_megatron.ahead")  # before anything else imports Megatron
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(

@@ -8,6 +8,7 @@ from whet.config.sections import Config
 from whet_megatron.checks import problems
 from whet_megatron.config import MegatronConfig
 from whet_megatron.generator.config import MegatronGeneratorConfig, checked
+from whet_training import lora_config
 
 
 @hookimpl
@@ -42,5 +43,7 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
     sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
     for path, section in sections.items():
         if isinstance(section.config, MegatronConfig):
-            yield from problems(section.config, path)
+            role = path.removeprefix("roles.")
+            yield from problems(section.config, path, gpus=config.cluster.gpus.get(role, 0))
+            yield from lora_config.problems(section.config.lora, config, f"{path}.lora")
     yield from checked(config)

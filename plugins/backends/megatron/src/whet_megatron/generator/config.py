@@ -80,7 +80,8 @@ def facts(config: MegatronGeneratorConfig, model: ModelInfo) -> GeneratorFacts:
         on_weight_update=("drain",) if shared else ("drain", "continue", "abort"),
         dtype=model.dtype,
         memory=None if any(refusals(model)) else partial(memory_of, config, model),
-        imports=("whet_megatron.generator.worker",),
+        imports=("whet_megatron.generator.worker", "whet_megatron.ahead"),
+        forkable=True,
         sleeps=("cpu", "cuda"),
         extras=frozenset({"progress", "likeliest"}),
     )
@@ -121,6 +122,10 @@ def checked(config: Config) -> Iterator[Problem]:
     if backend.parallel != generator.parallel.sizes:
         words = "is not backend.parallel, whose ranks hold the weights; make them equal"
         yield Problem("generator.parallel", f"{words}, {own}")
+    if backend.lora is not None:
+        yield Problem(
+            "generator.weights", f"is shared, and backend.lora trains an adapter beside the weights; {own[3:]}"
+        )
     if config.rollout.max_staleness:
         words = (
             f"is shared, and with rollout.max_staleness {config.rollout.max_staleness} weights change under requests"

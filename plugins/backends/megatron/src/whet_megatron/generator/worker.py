@@ -92,7 +92,8 @@ class Worker:
             )
         try:
             self._engine.add(list(zip(requests, limits, strict=True)))
-            found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
+            with self._model.using("policy" if self._lent is None else self._lent.weights):
+                found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
         except BaseException:
             self._engine.drop()
             raise
