@@ -19,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from whet_megatron.layers import refuse_broken
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -109,6 +111,7 @@ def on_cpu() -> Iterator[None]:
     if torch.cuda.is_available() or _depth:
         yield
         return
+    refuse_broken()
     # Some modules of it compile functions when they are imported, which lists torch's functions by name.
     import_module("whet_megatron.ahead")
     with ExitStack() as stack:

@@ -18,16 +18,18 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_megatron import checkpoint, groups, layers
+from whet_megatron import checkpoint, groups, layers, lent
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.export import write_config
 from whet_megatron.feed import Feeder
+from whet_megatron.fp8 import refuse_device
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_memory.measure import PeakMeter
+from whet_training import adapter_files
 from whet_training.export import copy_companions, write_weights
 from whet_training.heads import read_teacher
 from whet_weights.offload import Offload
@@ -52,6 +54,8 @@ class HeldModels:
         self._config = structure(config, MegatronConfig, None)
         self._info, self._trained = model, trained
         layers.choose(self._config.layers, torch.device(rank.device))  # before anything imports Megatron
+        if self._config.fp8:
+            refuse_device(self._config.fp8, layers.capability(torch.device(rank.device)))
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         try:
@@ -59,7 +63,12 @@ class HeldModels:
         except BaseException:  # of a role that shares its processes others must be able to start
             self._ranks.leave()
             raise
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        asleep = Path(scratch) / "asleep"
+        self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
+        self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
+        self._lent = lent.Lent(self._model, self._ranks, self._policy_offload.wake)
+        if rank.role == "backend" and not self._model.value:
+            lent.offer(self._lent)
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
         self._asleep = False
@@ -71,17 +80,19 @@ class HeldModels:
         with self._memory.phase("loading"):
             self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained)
         self._frozen: dict[str, HeldModel] = {}
-        if self._config.reference:
+        if self._config.reference and self._model.adapters is None:
             self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
         if self._config.teacher and not self._model.value:
             self._frozen["teacher"] = HeldModel(
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
             )
         self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
-        context = self._ranks.group("context")
+        arch, config = self._model.architecture, self._config
         self._feeder = Feeder(
-            self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
-        )
+            config.parallel, config.layout, self._device, self._ranks.group("context"), self._ranks.coordinates,
+            experts=(arch.layers, arch.experts_per_token) if arch.experts else None,
+            multiple=config.fp8.multiple if config.fp8 else 1,
+        )  # fmt: skip
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 
@@ -106,11 +117,18 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights under the names of the model folder. All ranks gather; rank 0 sends."""
-        if spec.adapter is not None:
-            raise WhetError("an adapter is to be sent, and this backend trains none")
-        with self._memory.phase("weight_sync"):
-            stream = self._model.weights.stored()
+        """Send the weights under the names of the model folder, or an adapter alone. All ranks gather; rank 0 sends.
+
+        In place nothing is sent: the generator of this process computes with the same memory.
+        """
+        if spec.transport == lent.TRANSPORT:
+            self._lent.sent(spec)
+            return
+        adapters = self._model.adapters
+        if spec.adapter is not None and adapters is None:
+            raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
+        with self._memory.phase("weight_sync"), self._model.using(spec.weights):
+            stream = self._model.weights.stored() if spec.adapter is None or adapters is None else adapters.stored()
             if self._ranks.rank:
                 for _ in stream:
                     pass
@@ -123,6 +141,7 @@ class HeldModels:
     @as_on_gpu
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        self._write_adapter(folder)
         checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
 
     @as_on_gpu
@@ -130,9 +149,26 @@ class HeldModels:
         """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
         checkpoint.read(Path(folder), self._model, self._steps())
 
+    def _write_adapter(self, folder: str) -> None:
+        """Write the adapter in PEFT's format, if one is trained. Every rank must take part."""
+        if (adapters := self._model.adapters) is not None:
+            if self._ranks.rank == 0:
+                tensors, model = dict(adapters.stored()), self._info.path
+                adapter_files.write(Path(folder), tensors, adapters.peft_config(model), self._model.base)
+            else:
+                for _ in adapters.stored():
+                    pass
+
     @as_on_gpu
     def export(self, folder: str) -> None:
-        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
+
+        With `lora.export: adapter`: a folder that PEFT can load.
+        """
+        if self._model.adapters is not None and self._config.lora is not None and self._config.lora.export == "adapter":
+            self._write_adapter(folder)
+            self._ranks.sum_all([0.0])
+            return
         stream = self._model.weights.stored()
         if self._ranks.rank:
             for _ in stream:
@@ -148,18 +184,22 @@ class HeldModels:
     # Life
 
     def sleep(self) -> int:
-        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
+        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
         if self._asleep:
             return 0
         self._asleep = True
         freed = sum(_free(gradients) for gradients in self._gradients())
-        return freed + self._offload.sleep(self._held())
+        # The optimizer's float32 weights may be the policy's own.
+        policy = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        freed += self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
+        return freed if self._lent.borrowed else freed + self._policy_offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
         """Bring weights and optimizer back. Gradients are zero."""
         if not self._asleep:
             return
         self._offload.wake()
+        self._policy_offload.wake()
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
             gradients.zero_()
@@ -172,7 +212,8 @@ class HeldModels:
                 yield buffer.grad_data
 
     def _held(self) -> Iterator[Tensor]:
-        for model in (self._model, *self._frozen.values()):
+        """Yield the tensors of frozen models and of the optimizer."""
+        for model in self._frozen.values():
             yield from model.parameters()
         if self._stepper is not None:
             yield from self._stepper.held()
@@ -180,7 +221,9 @@ class HeldModels:
     @as_on_gpu
     def close(self) -> None:
         """Leave the process groups."""
+        lent.withdraw(self._lent)
         self._offload.close()
+        self._policy_offload.close()
         self._ranks.leave()
 
 

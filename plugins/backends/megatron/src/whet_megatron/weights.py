@@ -1,6 +1,6 @@
 """The parameters of a rank by rules: read from a model folder, and streamed under their stored names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ from whet.errors import WhetError
 from whet_megatron import cuts
 from whet_megatron.architecture import Architecture, family
 from whet_megatron.cuts import Place
+from whet_megatron.grouped_experts import single_name
 from whet_megatron.groups import Ranks
 from whet_megatron.rules import VALUE_HEAD, Rule
 from whet_megatron.stored import StoredWeights, stored_weights
@@ -39,14 +40,17 @@ class ModelWeights:
         self.stages, self._arch, self._ranks = tuple(stages), architecture, ranks
         found = family(info)
         assert found is not None
-        self._rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.value = value
+        self.computing: Callable[[Ruled], Tensor] = lambda one: one.parameter.detach()
+        """What of a parameter computes: itself, or with an adapter their sum."""
         self.names: frozenset[str] = frozenset()
         """The first stored name of each parameter of all ranks, known once the weights are loaded."""
         self.ruled: dict[str, Ruled] = {}
         """By Megatron's names, with layers and experts counted over all ranks, in order."""
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                self._add(_whole_name(stage, name), parameter, self._rules)
+                self._add(_whole_name(stage, name), parameter, self.rules)
 
     def _add(self, name: str, parameter: nn.Parameter, rules: Sequence[Rule]) -> None:
         mine, others = name, tuple[tuple[str, ...], ...]()
@@ -67,7 +71,7 @@ class ModelWeights:
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
         numbers = {"layer": range(self._arch.layers), "expert": range(self._arch.experts)}
-        for rule in self._rules:
+        for rule in self.rules:
             for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
                 name = rule.stored[0].format(layer=layer, expert=expert)
                 if name in there or rule == VALUE_HEAD:
@@ -77,6 +81,16 @@ class ModelWeights:
         """Return this rank's place among those that share a parameter."""
         if one.others:
             return Place(*_expert_tensor_place())
+        return self.tensor_place
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._ranks.device
+
+    @property
+    def tensor_place(self) -> Place:
+        """Return this rank's place among those that share the matrices outside of experts."""
         return Place(self._ranks.coordinates.tensor, self._ranks.sizes.tensor)
 
     @torch.no_grad()
@@ -139,7 +153,7 @@ class ModelWeights:
         """Yield stored names and the parts of all ranks that share a parameter; of an expert, those of every rank."""
         from megatron.core import parallel_state
 
-        tensor = one.parameter.detach()
+        tensor = self.computing(one)
         if not one.others:
             whole = one.rule.cut == "whole"
             group = None if whole else parallel_state.get_tensor_model_parallel_group()
@@ -187,7 +201,7 @@ def _mark(parameter: Any, rule: Rule) -> None:
 
 def _whole_name(stage: Any, name: str) -> str:
     """Return the name of a parameter with its layer counted over all stages."""
-    head, mark, tail = name.partition("decoder.layers.")
+    head, mark, tail = single_name(name).partition("decoder.layers.")
     if not mark:
         return name
     number, _, rest = tail.partition(".")
