@@ -1,5 +1,6 @@
 """The ranks of this backend, and Megatron's process groups, which all roles in a process share."""
 
+import gc
 from importlib import import_module
 
 import torch
@@ -79,6 +80,9 @@ class Ranks(RankGroup):
 
 def _initialize(sizes: ParallelConfig) -> None:
     """Make Megatron's groups."""
+    # Models of a role that has left keep its groups alive in reference cycles, and gloo's threads of each wake up a
+    # hundred times a second.
+    gc.collect()
     import_module("whet_megatron.ahead")  # before anything else imports Megatron
     from megatron.core import parallel_state
 
