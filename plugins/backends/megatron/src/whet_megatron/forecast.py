@@ -6,7 +6,7 @@ Transformer Engine, whose kernels no CPU has):
 
                     Transformer Engine                    plain layers, a test vehicle
     norms           2 x 2 b H                             2 x (8 + b) H, computed in float32
-    attention       b (2 Q + 2 K + K + Q) + 4 heads       the same, rotations, and a mask of all tokens of a row
+    attention       b (2 Q + 3 K) + 4 heads               b Q more, rotations, and a mask of all tokens of a sequence
     feed-forward    3 b I                                 5 b I
     experts         b k (H + 4 I), k experts a token      b k (H + 6 I)
 
@@ -209,11 +209,14 @@ def _feed_forward(stage: Stage) -> float:
 
 
 def _attention_sums(stage: Stage) -> int:
-    """Return the bytes of attention that `selective` computes again: sums of each head, and the mask of plain layers,
-    in which each token of a rank has a number for each token of the row.
+    """Return the bytes of attention that `selective` computes again: sums of each head, and of plain layers results by
+    sequence and a mask, in which each token of a rank has a number for each token of its sequence.
     """
-    sums = 4 * stage.tokens * stage.model.heads // stage.of.tensor
-    return sums + (stage.number * stage.tokens * stage.case.tokens if stage.plain else 0)
+    sums = 4 * stage.model.heads // stage.of.tensor
+    if stage.plain:
+        results = stage.model.heads * stage.model.head_dim // stage.of.tensor
+        sums += stage.number * (results + (stage.case.longest or stage.case.tokens))
+    return stage.tokens * sums
 
 
 def _final(stage: Stage) -> int:
