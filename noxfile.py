@@ -1,5 +1,7 @@
 """What can be done here: `nox -l` lists it, and `nox` does what must pass. Each session makes its own environment."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -150,16 +152,32 @@ LIBRARIES = (
 """Environments and agents of others whose pins allow one environment. Where one is missing, its tests skip."""
 
 
+def apart(session: nox.Session, name: str, python: str, package: str) -> str:
+    """Return an environment beside the session's, with a package that fixes other versions of what the session has."""
+    folder = Path(session.virtualenv.location).absolute() / name
+    if not (folder / "bin" / "python").exists():
+        session.run(python, "-m", "venv", str(folder), external=True)
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", package, external=True)
+    return str(folder)
+
+
+def python_3_12() -> str | None:
+    """Return an interpreter of Python 3.12, which NeMo Gym needs. None: this machine has none that runs."""
+    kept = sorted(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")))
+    for found in (shutil.which("python3.12"), *kept):
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+            return found
+    return None
+
+
 @nox.session
 def adapters(session: nox.Session) -> None:
     """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
-    apart = Path(session.virtualenv.location).absolute() / "verifiers"  # it fixes other versions of mcp and openai
-    if not (apart / "bin" / "python").exists():
-        session.run("python", "-m", "venv", str(apart))
-    session.run(str(apart / "bin" / "python"), "-m", "pip", "install", "-q", "verifiers==0.4.0", external=True)
+    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": apart(session, "verifiers", "python", "verifiers==0.4.0")}
+    if python := python_3_12():
+        known["WHET_NEMO_GYM_PYTHON"] = apart(session, "nemo-gym", python, "nemo-gym==0.4.0")
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]
-    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": str(apart)}
     session.run("pytest", "tests/adapters", "tests/test_endpoint.py", *plugins, *session.posargs, env=known)
 
 
