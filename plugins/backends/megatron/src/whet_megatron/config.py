@@ -93,6 +93,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
+        senders=config.parallel.senders,
         transports=("shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker",),

@@ -28,7 +28,7 @@ from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_memory.measure import PeakMeter
-from whet_training.export import copy_companions, write_weights
+from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
 from whet_weights.offload import Offload
 
@@ -106,19 +106,18 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights under the names of the model folder. All ranks gather; rank 0 sends."""
+        """Send this rank's part of the weights under the names of the model folder."""
         if spec.adapter is not None:
             raise WhetError("an adapter is to be sent, and this backend trains none")
+        sender = self._ranks.grid.sender(self._ranks.rank)
         with self._memory.phase("weight_sync"):
-            stream = self._model.weights.stored()
-            if self._ranks.rank:
-                for _ in stream:
-                    pass
+            stream = self._model.weights.sent(getattr(torch, spec.dtype) if spec.dtype else None)
+            if sender is None:
+                _exhaust(stream)
                 return
             from whet_weights.transfer import send
 
-            dtype = getattr(torch, spec.dtype) if spec.dtype else None
-            send(spec, ((name, tensor.to(dtype)) for name, tensor in stream) if dtype else stream)
+            send(spec, stream, sender)
 
     @as_on_gpu
     def save(self, folder: str) -> None:
@@ -133,16 +132,22 @@ class HeldModels:
     @as_on_gpu
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
-        stream = self._model.weights.stored()
-        if self._ranks.rank:
-            for _ in stream:
-                pass
-        else:
+        sender, stream = self._ranks.grid.sender(self._ranks.rank), self._model.weights.sent()
+        if self._ranks.rank == 0:
             with disk_errors(Path(folder)):
                 copy_companions(Path(self._info.path), Path(folder))
                 write_chat_template(self._info, folder)
-                write_weights(Path(folder), stream)
                 write_config(self._info, Path(folder), value=self._model.value)
+        self._ranks.sum_all([0.0])
+        if sender is None:
+            _exhaust(stream)
+        else:
+            with disk_errors(Path(folder)):
+                write_part(Path(folder), stream, sender)
+        self._ranks.sum_all([0.0])
+        if self._ranks.rank == 0:
+            with disk_errors(Path(folder)):
+                join_parts(Path(folder))
         self._ranks.sum_all([0.0])
 
     # Life
@@ -182,6 +187,12 @@ class HeldModels:
         """Leave the process groups."""
         self._offload.close()
         self._ranks.leave()
+
+
+def _exhaust(stream: Iterator[Any]) -> None:
+    """Iterate to the end: other ranks gather what this one holds a part of."""
+    for _ in stream:
+        pass
 
 
 def _free(tensor: Tensor) -> int:
