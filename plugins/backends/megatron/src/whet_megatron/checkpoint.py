@@ -7,7 +7,6 @@ It loads on any number of ranks and with any parallelism: each rank reads the pa
 """
 
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,42 +15,37 @@ from typing import Any
 
 import attrs
 
-from whet.data.files import disk_errors
 from whet.errors import CheckpointError
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
+from whet_megatron.saving import INDEX, TENSORS, Planned, plan
 
 FORMAT = 1
-INDEX, TENSORS = "backend.json", "megatron"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Megatron's settings with which a checkpoint loads with any parallelism."""
 
 
+def planned(folder: Path, model: HeldModel, stepper: Stepper) -> Planned:
+    """Plan a checkpoint. Every rank must take part."""
+    document = {
+        "format": FORMAT,
+        "backend": "megatron",
+        "architecture": attrs.asdict(model.architecture),
+        "value": model.value,
+        "optimizer_steps": stepper.steps,
+    }
+    with _quietly():
+        return plan(folder, _state(model, stepper, loading=False), document)
+
+
 def write(folder: Path, model: HeldModel, stepper: Stepper, ranks: Ranks) -> None:
     """Write a checkpoint durably. Every rank must take part."""
-    from megatron.core import dist_checkpointing
-
-    tensors = folder / TENSORS
-    if ranks.rank == 0:
-        with disk_errors(tensors):
-            tensors.mkdir(parents=True, exist_ok=True)
-    ranks.sum_all([0.0])
-    with disk_errors(tensors), _quietly():
-        dist_checkpointing.save(_state(model, stepper, loading=False), str(tensors), validate_access_integrity=True)
-    if ranks.rank == 0:
-        document = {
-            "format": FORMAT,
-            "backend": "megatron",
-            "architecture": attrs.asdict(model.architecture),
-            "value": model.value,
-            "optimizer_steps": stepper.steps,
-        }
-        with disk_errors(folder / INDEX):
-            (folder / INDEX).write_text(json.dumps(document, indent=1), encoding="utf-8")
-            for path in (*tensors.iterdir(), folder / INDEX):
-                with path.open("rb+") as stream:
-                    os.fsync(stream.fileno())
+    this = planned(folder, model, stepper)
+    with _quietly():
+        written = ranks.gather_objects(this.write())
+        if ranks.rank == 0:
+            this.complete(written)
     ranks.sum_all([0.0])
 
 

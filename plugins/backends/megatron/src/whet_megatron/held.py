@@ -3,6 +3,7 @@
 load the model  ->  send weights, save, load, export, sleep, wake
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
+from whet_megatron.saving import Planned
 from whet_memory.measure import PeakMeter
 from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
+from whet_training.saving import Writer
 from whet_weights.offload import Offload
 
 
@@ -60,6 +63,8 @@ class HeldModels:
             self._ranks.leave()
             raise
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        self._writer = Writer()
+        self._planned: Planned | None = None
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
         self._asleep = False
@@ -123,6 +128,23 @@ class HeldModels:
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
         checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
+
+    @as_on_gpu
+    def take(self, folder: str) -> None:
+        """Copy what this rank saves to host memory, and begin to write the copy. Every rank must take part."""
+        self._planned = checkpoint.planned(Path(folder), self._model, self._steps())
+        shared = self._planned.shared_with([*self._held(), *self._gradients()])
+        self._writer.take(shared, sum(tensor.nbytes for _, tensor in shared), self._planned.write)
+
+    async def written(self) -> Any:
+        """Wait until the files of the last `take` are durable. Return where everything is in them."""
+        return await self._writer.written()
+
+    async def complete(self, written: list[Any]) -> None:
+        """Write the index of the last `take`, from what `written` returned on all ranks. Rank 0 does so."""
+        if self._ranks.rank == 0 and self._planned is not None:
+            await asyncio.to_thread(self._planned.complete, written)
+        self._planned = None
 
     @as_on_gpu
     def load(self, folder: str) -> None:
