@@ -5,13 +5,14 @@ import uuid
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
 
 from whet.interfaces.weights import TransferSpec
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig
 from whet_megatron.parallel import Grid, ParallelConfig
 from whet_testing.role_context import make_context
+from whet_testing.stored_weights import assert_bitwise, weights_of
 from whet_weights import transfer
 from whet_weights.driver import Streams
 
@@ -30,24 +31,6 @@ LAYOUTS = [
     ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
     ("mixtral", 4, {"tensor": 2, "sequence": True, "context": 2, "expert": 2}),
 ]
-
-
-def weights_of(folder):
-    """Return all weights of a model folder."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert set(found) == (set(json.loads(index.read_text())["weight_map"]) if index.is_file() else set(found))
-    return found
-
-
-def assert_bitwise(found, expected, dtype=None):
-    """Check that two sets of weights have the same names and bits."""
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        wanted = tensor.to(dtype or tensor.dtype)
-        assert found[name].dtype == wanted.dtype, name
-        assert found[name].equal(wanted), name
 
 
 def received(backend, spec):
@@ -85,8 +68,6 @@ def test_ranks_that_own_different_weights_broadcast_one_after_another(build, fol
     )
     driver = Streams(plain, lambda: "127.0.0.1", lambda *order: {})
     try:
-        import torch
-
         assert_bitwise(received(backend, driver.spec), weights_of(folders(name)), torch.bfloat16)
     finally:
         driver.close()

@@ -17,6 +17,7 @@ import attrs
 
 from whet.errors import CheckpointError
 from whet_megatron.groups import Ranks
+from whet_megatron.index import read_index
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.saving import INDEX, TENSORS, Planned, plan
@@ -56,7 +57,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
 
     document = _document(folder)
     _refuse_others(folder, document, model)
-    _refuse_incomplete(folder / TENSORS)
+    read_index(folder / TENSORS)
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():
@@ -111,24 +112,6 @@ def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> 
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:4])}{more}")
-
-
-def _refuse_incomplete(tensors: Path) -> None:
-    """Raise `CheckpointError` if files lack or are shorter than their index says: they are read in place."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        index = FileSystemReader(str(tensors)).read_metadata()
-    except (Exception, CheckpointException) as error:  # of the file system, and of whatever the file holds
-        raise CheckpointError(f"{tensors} cannot be loaded: {error!r}") from error
-    ends: dict[str, int] = {}
-    for part in (index.storage_data or {}).values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
-        size = (tensors / name).stat().st_size if (tensors / name).is_file() else 0
-        if size < end:
-            raise CheckpointError(f"{tensors / name} cannot be loaded: it has {size:,} bytes, wanted {end:,}")
 
 
 @contextmanager

@@ -74,6 +74,10 @@ class MegatronConfig:
     vocabulary_multiple: int = field(default=64, validator=between(1, 65_536))
     """The rows of embedding and head on each rank are padded to a multiple of it, because GPUs multiply such matrices
     faster. Padding takes no part in any result, and no export has it."""
+    load: str = attrs.field(default="", metadata={"path": True})
+    """Folder of a checkpoint in the format `torch_dist`, of Megatron-LM or another user of Megatron Core. The run
+    begins with its weights in place of those in `model.path`, which gives config and tokenizer. Any parallelism may
+    have written it. Its optimizer is not read, and nothing that it holds is run: an index with code is refused."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
     """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
     teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})

@@ -74,10 +74,11 @@ class HeldModels:
         groups.seed(seed)
         self._memory = PeakMeter(self._device, rank.role)
         with self._memory.phase("loading"):
-            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained)
+            begin = self._config.load
+            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained, begin=begin)
         self._frozen: dict[str, HeldModel] = {}
         if self._config.reference:
-            self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
+            self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False, begin=begin)
         if self._config.teacher and not self._model.value:
             self._frozen["teacher"] = HeldModel(
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False

@@ -1,8 +1,8 @@
 """Writes a checkpoint in three acts, so that training waits for the first alone.
 
-    plan       every rank   Megatron plans who writes what, with collectives
-    write      every rank   writes its file; on a thread, from copies
-    complete   rank 0       writes the index of all files and what is said of them in JSON
+plan       every rank   Megatron plans who writes what, with collectives
+write      every rank   writes its file; on a thread, from copies
+complete   rank 0       writes the index of all files and what is said of them in JSON
 """
 
 import json
@@ -61,7 +61,9 @@ class Planned:
             found: queue.SimpleQueue[Any] = queue.SimpleQueue()
             counted: queue.Queue[int] = queue.Queue()
             counted.put(number)
-            here = [(item, copied.get(f"{number}/{place}", tensor).cpu()) for place, (item, tensor) in enumerate(tensors)]
+            here = [
+                (item, copied.get(f"{number}/{place}", tensor).cpu()) for place, (item, tensor) in enumerate(tensors)
+            ]
             with disk_errors(Path(path)):
                 bucket = path, name, (objects, here)
                 FileSystemWriterAsync.write_preloaded_data(changes, number, bucket, found, counted, use_fsync=True)

@@ -36,26 +36,26 @@ class ModelWeights:
     def __init__(
         self, stages: Sequence[Any], architecture: Architecture, info: ModelInfo, ranks: Ranks, *, value: bool
     ) -> None:
-        self.stages, self._arch, self._ranks = tuple(stages), architecture, ranks
+        self.stages, self.architecture, self._ranks = tuple(stages), architecture, ranks
         found = family(info)
         assert found is not None
-        self._rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
         self.names: frozenset[str] = frozenset()
         """The first stored name of each parameter of all ranks, known once the weights are loaded."""
         self.ruled: dict[str, Ruled] = {}
         """By Megatron's names, with layers and experts counted over all ranks, in order."""
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                self._add(_whole_name(stage, name), parameter, self._rules)
+                self._add(_whole_name(stage, name), parameter, self.rules)
 
     def _add(self, name: str, parameter: nn.Parameter, rules: Sequence[Rule]) -> None:
         head, mark, tail = name.partition(".local_experts.")
         if mark:
             number, _, rest = tail.partition(".")
-            held = self._arch.experts // self._ranks.sizes.expert
+            held = self.architecture.experts // self._ranks.sizes.expert
             name = f"{head}{mark}{int(number) + _expert_rank() * held}.{rest}"
         rule, stored = _rule(rules, name)
-        if self._arch.tied and rule.stored == ("lm_head.weight",):
+        if self.architecture.tied and rule.stored == ("lm_head.weight",):
             rule = evolve(rule, stored=("model.embed_tokens.weight",))
             stored = rule.stored
         self.ruled[name] = Ruled(parameter, rule, stored, bool(mark))
@@ -63,8 +63,8 @@ class ModelWeights:
 
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
-        numbers = {"layer": range(self._arch.layers), "expert": range(self._arch.experts)}
-        for rule in self._rules:
+        numbers = {"layer": range(self.architecture.layers), "expert": range(self.architecture.experts)}
+        for rule in self.rules:
             for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
                 name = rule.stored[0].format(layer=layer, expert=expert)
                 if name in there or rule == VALUE_HEAD:
@@ -91,7 +91,7 @@ class ModelWeights:
         slices = [weights.slices(name) for name in one.stored]
         shape, place = tuple(one.parameter.shape), self.place(one)
         self._refuse_others(weights, one, folder)
-        found = cuts.take(one.rule.cut, slices, shape, place, self._arch)
+        found = cuts.take(one.rule.cut, slices, shape, place, self.architecture)
         if tuple(found.shape) != shape:
             words = f"{' and '.join(one.stored)} hold {tuple(found.shape)} of this rank's part, wanted {shape}"
             raise WhetError(f"model.path: the weights in {folder} hold another shape than config.json says: {words}")
@@ -99,7 +99,7 @@ class ModelWeights:
 
     def _refuse_others(self, weights: StoredWeights, one: Ruled, folder: str) -> None:
         """Raise `WhetError` if the stored weights have other sizes than the config says."""
-        wanted = cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self.place(one), self._arch)
+        wanted = cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self.place(one), self.architecture)
         for name, shape in zip(one.stored, wanted, strict=True):
             if (found := weights.shape(name)) != shape:
                 raise WhetError(
@@ -119,7 +119,7 @@ class ModelWeights:
             source = self._ranks.grid.source(self._ranks.coordinates.pipeline, expert)
             for one in self._shared(source, expert):
                 if parts := self._parts(one, source, dtype):
-                    whole = cuts.join(one.rule.cut, parts, self._arch)
+                    whole = cuts.join(one.rule.cut, parts, self.architecture)
                     del parts  # else the next parameter is gathered beside it
                     for name in one.stored:
                         yield name, whole.pop(0)
@@ -133,7 +133,7 @@ class ModelWeights:
 
     def _is_own(self, one: Ruled) -> bool:
         """Return whether a parameter is no copy of another stage's: the last stage has one of a tied embedding."""
-        return not (self._arch.tied and one.rule.name == "output_layer.weight" and one.rule.cut == "vocabulary")
+        return not (self.architecture.tied and one.rule.name == "output_layer.weight" and one.rule.cut == "vocabulary")
 
     def _parts(self, one: Ruled, source: int, dtype: torch.dtype | None) -> list[Tensor]:
         """Return the parts of all ranks that share a parameter, in order, on the rank `source`. Elsewhere: nothing."""
