@@ -76,7 +76,7 @@ def _model(config, dtype):
         vocab_size=-(-config["vocab_size"] // 256) * 256,  # --make-vocab-size-divisible-by 128, two ranks
         max_sequence_length=512, position_embedding_type="rope", rotary_base=rope["rope_theta"],
         share_embeddings_and_output_weights=config.get("tie_word_embeddings", False),
-    ).eval()  # fmt: skip
+    ).to(dtype).to(dtype).eval()  # fmt: skip
 
 
 def _save(model, folder, apart):
@@ -173,6 +173,7 @@ def test_bfloat16_weights_keep_their_bits_through_a_checkpoint_and_back(build, f
     for sizes in ({"tensor": 2}, {"pipeline": 2}):
         backend = build(model, 2, sizes, "bfloat16", load=str(folder))
         backend.export(tmp_path / f"export-{next(iter(sizes))}")
+        backend.close()
         assert_bitwise(weights_of(tmp_path / f"export-{next(iter(sizes))}"), imported)
 
 
