@@ -20,6 +20,7 @@ from whet_megatron.groups import Ranks
 from whet_megatron.index import read_index
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
+from whet_megatron.parts import load_parts
 from whet_megatron.saving import INDEX, TENSORS, Planned, plan
 
 FORMAT = 1
@@ -52,7 +53,6 @@ def write(folder: Path, model: HeldModel, stepper: Stepper, ranks: Ranks) -> Non
 
 def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     """Load a checkpoint. Raises `CheckpointError` before anything is changed if it is of another model or damaged."""
-    from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
     document = _document(folder)
@@ -61,7 +61,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():
-            found = dist_checkpointing.load(state, str(folder / TENSORS))
+            found = load_parts(state, folder / TENSORS)
     except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
     for number, stage in enumerate(model.weights.stages):

@@ -19,6 +19,7 @@ from whet.errors import CheckpointError
 from whet_megatron import architecture, cuts
 from whet_megatron.architecture import Architecture
 from whet_megatron.index import FILE, read_index, read_slice
+from whet_megatron.parts import load_parts
 from whet_megatron.rules import VALUE_HEAD, Rule
 from whet_megatron.weights import ModelWeights
 
@@ -125,10 +126,7 @@ def load(path: str, weights: ModelWeights, new_head: Tensor | None = None) -> No
 
     A value head that the checkpoint lacks becomes `new_head`. Raises `CheckpointError` if it is of another model.
     """
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     checkpoint, arch = Foreign(path), weights.architecture
     draws = new_head is not None and checkpoint.shapes.get(HEAD) != tuple(new_head.shape)
@@ -138,12 +136,13 @@ def load(path: str, weights: ModelWeights, new_head: Tensor | None = None) -> No
         for name, part in described.items():
             if not isinstance(part, ShardedObject) and not (draws and name == HEAD):
                 wanted[f"{number}/{name}"] = part
-    sharded, _, factories = load_preprocess(wanted)
-    tensors = [one for one in nested_values(sharded) if isinstance(one, ShardedTensor)]
-    for one in tensors:
-        one.key = checkpoint.known(one.key)
-    checkpoint.refuse_others({one.key: tuple(one.global_shape) for one in tensors}, arch.vocabulary)
-    found = apply_factory_merges(TorchDistLoadShardedStrategy().load(sharded, checkpoint.folder), factories)
+
+    def check(tensors: Sequence[Any]) -> None:
+        for one in tensors:
+            one.key = checkpoint.known(one.key)
+        checkpoint.refuse_others({one.key: tuple(one.global_shape) for one in tensors}, arch.vocabulary)
+
+    found = load_parts(wanted, checkpoint.folder, check)
     for number, stage in enumerate(weights.stages):
         named = dict(stage.named_parameters())
         for name, parameter in named.items():
