@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Call, Conversation, Message
 from whet.data.records import Episode, Sampling, Task
 from whet.errors import DataError, WhetError
 from whet.interfaces.environment import Model
-from whet.plugins.features import responses
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet_chat.learn import common
+from whet_chat.response import reader
+from whet_chat.tokenizer import ChatTokenizer
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
 
@@ -220,9 +220,9 @@ def main() -> None:
             continue
         source = file.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
-            chat = ChatTokenizer(tokenizer_folder(Path(folder), source), responses=responses())
+            chat = ChatTokenizer(tokenizer_folder(Path(folder), source))
             found = {name: outcome(chat, name) for name in TALKS}
-            shows = type(responses()(chat).calls).__name__
+            shows = type(reader(chat).calls).__name__
         for name, one in found.items():
             totals[name][
                 one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"

@@ -16,7 +16,6 @@ import yaml
 
 from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
-from whet.data.chat import ChatTokenizer
 from whet.data.files import read_rows
 from whet.data.messages import conversation
 from whet.errors import ConfigError
@@ -24,6 +23,7 @@ from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
 from whet.run.compose import run
 from whet.runtime.local import LocalCluster
+from whet_chat.tokenizer import ChatTokenizer
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config
 from whet_testing.role_context import make_context

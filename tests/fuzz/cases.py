@@ -41,9 +41,9 @@ from mutations import (
 
 from whet.cli.app import group
 from whet.config.sections import DataFile, DataSection
-from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.plan.prepare import prepare
+from whet_chat.tokenizer import ChatTokenizer
 from whet_data.demonstrations import encode
 from whet_data.offline import OfflineData
 from whet_data.preferences import encode_pair

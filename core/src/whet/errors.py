@@ -58,6 +58,10 @@ class DataError(WhetError):
     """A data file, a record in it or a chat template cannot be used."""
 
 
+class RewrittenHistory(DataError):  # noqa: N818 - it says what the template did
+    """A chat template renders earlier messages differently when a message is appended."""
+
+
 class CheckpointError(WhetError):
     """A checkpoint or run folder is incomplete, or belongs to another run."""
 

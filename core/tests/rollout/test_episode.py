@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
 from whet.errors import ContextFull, InfrastructureError, RequestLost, Undecided, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
+from whet.plugins.features import chats
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
@@ -90,7 +90,7 @@ def test_what_the_model_produced_is_never_tokenised_again() -> None:
 
 
 def test_a_real_tokenizer_would_merge_what_history_keeps_apart(tiny_model_folder: Any) -> None:
-    chat = ChatTokenizer(tiny_model_folder)
+    chat = chats().ChatTokenizer(tiny_model_folder)
     spelt = np.concatenate([chat.encode(letter) for letter in "Compute"])
     assert chat.decode(spelt) == "Compute"
     assert len(chat.encode("Compute")) < len(spelt)

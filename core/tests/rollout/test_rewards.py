@@ -12,9 +12,9 @@ import pytest
 from whet.data.batch import Batch
 from whet.data.messages import Image, Message, conversation
 from whet.data.records import Episode, Group, Task
-from whet.data.templates import ChatTemplate
 from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import EpisodeInfo, Model
+from whet.plugins.features import chats
 from whet.rollout.collate import collate, record, rollout_metrics
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment
@@ -279,7 +279,7 @@ def test_a_message_may_have_an_image_that_records_show_and_models_do_not_read() 
     assert message.text == "Look: "
     assert message.plain == [parts[0], {"type": "image", "url": "data:image/png;base64,AA"}]
     assert Message("user", "x").plain == "x"
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, datetime.now())
+    template = chats().ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, datetime.now())
     with pytest.raises(DataError, match="a user message has an image, and no model reads images yet"):
         template.render((message,))
     with pytest.raises(DataError, match="a part of a message must be a text"):

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.metrics import mean
 from whet.data.records import Episode, Group, Sampling, Task
+from whet.interfaces.chat import Chat
 from whet.interfaces.environment import Model
+from whet.plugins.features import chats
 from whet.rollout.collate import collate, rollout_metrics
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
@@ -54,19 +55,19 @@ def play(folder: Path, play_it: Talk = talk, template: str = FORGETS, **changes:
         def close(self) -> None:
             pass
 
-    chat = ChatTokenizer(folder, template)
+    chat = chats().ChatTokenizer(folder, template)
     generator = FakeGenerator(list(ANSWERS), chat)
     player = make_player(generator, chat, **{"sampling": Sampling(max_tokens=100), **changes})
     return asyncio.run(player.episode(Assignment(Route("e", Played(), "train"), Task("x"), 0, 0), 0)), generator
 
 
-def trained(chat: ChatTokenizer, episode: Episode) -> list[str]:
+def trained(chat: Chat, episode: Episode) -> list[str]:
     return [chat.decode(t.tokens[a:b], skip_special=False) for t in episode.trajectories for a, b in t.turns]
 
 
 def test_each_response_is_trained_once_with_the_tokens_that_the_engine_made(tiny_model_folder: Path) -> None:
     episode, generator = play(tiny_model_folder)
-    chat = ChatTokenizer(tiny_model_folder, FORGETS)
+    chat = chats().ChatTokenizer(tiny_model_folder, FORGETS)
     assert [t.part for t in episode.trajectories] == [0, 1, 2]
     assert [len(t.turns) for t in episode.trajectories] == [2, 1, 1], "a loop of tools only appends"
     assert trained(chat, episode) == [f"{answer}<|im_end|>" for answer in ANSWERS]
@@ -86,7 +87,7 @@ def test_each_response_is_trained_once_with_the_tokens_that_the_engine_made(tiny
 
 def test_a_further_sequence_begins_with_what_the_template_renders(tiny_model_folder: Path) -> None:
     episode, _ = play(tiny_model_folder)
-    chat = ChatTokenizer(tiny_model_folder, FORGETS)
+    chat = chats().ChatTokenizer(tiny_model_folder, FORGETS)
     last = episode.trajectories[-1]
     said = [Message("assistant", text) for text in ANSWERS]
     whole = tuple(m for pair in zip(TURNS, said, strict=True) for m in pair)[:-1]
@@ -146,7 +147,7 @@ async def forked(model: Model) -> Mapping[str, float]:
 
 def test_a_fork_whose_history_is_rewritten_trains_its_own_responses_alone(tiny_model_folder: Path) -> None:
     episode, _ = play(tiny_model_folder, forked)
-    chat = ChatTokenizer(tiny_model_folder, FORGETS)
+    chat = chats().ChatTokenizer(tiny_model_folder, FORGETS)
     assert sorted(trained(chat, episode)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
     assert [t.part for t in episode.trajectories] == [0, 0]
 
@@ -167,7 +168,7 @@ def test_a_template_gets_its_arguments(tiny_model_folder: Path, arguments: dict[
         APPENDS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ effort }}"
     )
     source += "{{ n }}"
-    prompt = ChatTokenizer(tiny_model_folder, source, arguments=arguments).prompt((Message("user", "x"),))
-    text = ChatTokenizer(tiny_model_folder).decode(prompt)
+    prompt = chats().ChatTokenizer(tiny_model_folder, source, arguments=arguments).prompt((Message("user", "x"),))
+    text = chats().ChatTokenizer(tiny_model_folder).decode(prompt)
     assert text.endswith("assistant\n" + {False: "<think></think>"}.get(arguments.get("enable_thinking"), "")
                          + str(arguments.get("effort", "")) + str(arguments.get("n", "")))  # fmt: skip

@@ -11,9 +11,8 @@ from attrs import field, frozen
 from whet.component import Component, Selection
 from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
-from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
-from whet.plugins.features import reader
+from whet.plugins.features import chats, reader
 from whet.run.checkpoint import differences
 from whet.run.resume import run_fingerprint
 
@@ -35,7 +34,7 @@ def fingerprint(tiny_model_folder: Path) -> Any:
             RunSection(folder, 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
             backend=chosen("backends"), data=section,
         )  # fmt: skip
-        tokenizer = ChatTokenizer(tiny_model_folder)
+        tokenizer = chats().ChatTokenizer(tiny_model_folder)
         data = reader().open(
             section, tokenizer, 0, 0, lambda text: None, encode=None, names={}, epochs=None, timed=nullcontext
         )

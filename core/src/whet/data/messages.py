@@ -7,7 +7,7 @@ wrote is recorded as its text, all of it; `Message.written` keeps its special to
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import field, frozen
 
@@ -91,26 +91,6 @@ class Message:
 
 
 Conversation = tuple[Message, ...]
-
-
-class ResponseReader(Protocol):
-    """Reads the parts of a response, in the format that the chat template writes them in.
-
-    A distribution offers one by an entry point in the group `whet.responses`: a function that is called with a
-    `whet.interfaces.chat.Chat`.
-    """
-
-    def read(self, text: str, tools: Tools) -> Message:
-        """Return a response as a message of the assistant: reasoning, content, and calls if there are tools.
-
-        text: all that the model wrote, special tokens included, without the stop token. Nothing is raised for a text
-        that is damaged: it stays content.
-        """
-        ...
-
-    def shown(self, text: str, tools: Tools) -> Message:
-        """Return the message in the form that the template shows it in later: with the parts that it has fields for."""
-        ...
 
 
 def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]") -> Conversation:

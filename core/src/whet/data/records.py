@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from whet.data.messages import Call, Conversation, Image, conversation
@@ -309,3 +310,14 @@ class Group:
             for agent, values in first.items():
                 found.setdefault(agent, []).extend(values if agent in apart else values[:1])
         return [np.array(values, np.float32) for values in found.values()]
+
+
+def with_ids(calls: tuple[Call, ...], prompt: IntArray, tokens: IntArray) -> tuple[Call, ...]:
+    """Return the calls of a completion [completion] after a prompt [prompt] with ids of nine letters and digits.
+
+    Some templates accept no others. They are derived, not drawn: where a template shows ids, an episode that is played
+    again has the same tokens.
+    """
+    seed = blake2b(prompt.tobytes() + tokens.tobytes(), digest_size=8).digest()
+    ids = (blake2b(seed, digest_size=5, salt=i.to_bytes(8)).hexdigest()[:9] for i in range(len(calls)))
+    return tuple(evolve(call, id=id_) for call, id_ in zip(calls, ids, strict=True))

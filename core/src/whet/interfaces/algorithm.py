@@ -17,9 +17,9 @@ from whet.config.build import build_selection
 if TYPE_CHECKING:
     from whet.config.sections import Config
     from whet.data.batch import Batch
-    from whet.data.chat import ChatTokenizer
     from whet.data.metrics import Metric
     from whet.interfaces.backend import Backend
+    from whet.interfaces.chat import Tokenizer
     from whet.interfaces.data import OfflineData
     from whet.interfaces.generator import Generator
 
@@ -122,7 +122,7 @@ class Parts:
     roles: "Mapping[str, Backend]"
     """Backends of further models, by role name. The algorithm's facts list these roles."""
     generator: "Generator | None"
-    chat: "ChatTokenizer"
+    chat: "Tokenizer"
     loss: Spec
     """The algorithm's loss, in a form that can be sent to the backend's workers."""
     sync_weights: Callable[..., None]

@@ -12,9 +12,9 @@ from attrs import frozen
 if TYPE_CHECKING:
     from whet.config.sections import DataFile, DataSection
     from whet.data.batch import Batch
-    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.chat import Tokenizer
 
-Encode = Callable[[Mapping[str, Any], "ChatTokenizer"], Sequence[Mapping[str, Any]]]
+Encode = Callable[[Mapping[str, Any], "Tokenizer"], Sequence[Mapping[str, Any]]]
 """(record, tokenizer) -> the sequences of one unit. Each sequence has `tokens`, `loss_mask` and `prompt_length`. It may
 have further columns: an array with one entry for each token, or a single number. The function raises `DataError` if the
 record cannot be used."""
@@ -101,7 +101,7 @@ class DataReader(Protocol):
         ...
 
     def open(
-        self, section: "DataSection", tokenizer: "ChatTokenizer", seed: int, max_length: int,
+        self, section: "DataSection", tokenizer: "Tokenizer", seed: int, max_length: int,
         status: Callable[[str], None], *, encode: Encode | None, names: Mapping[str, str], epochs: float | None,
         timed: Callable[[], AbstractContextManager[None]],
     ) -> OfflineData:  # fmt: skip

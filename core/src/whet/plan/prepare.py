@@ -24,7 +24,7 @@ from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
-from whet.plugins.features import PROBE, READER, forecasting, reader
+from whet.plugins.features import CHAT, PROBE, READER, chats, forecasting, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.process import extra_folders
@@ -109,7 +109,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     model, models = find_models(config.model, config.roles)
     roles = make_roles(config, gather_facts(config, model, models))
     plan, problems = make_plan(config, model, roles, target, models, trains)
-    problems += missing_launcher(cluster)
+    problems += [*missing_launcher(cluster), *_no_chat()]
     interpreters, unfit = find_interpreters(cluster, roles)
     problems += unfit
     recognised = list[str]()
@@ -131,6 +131,12 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = find_models(config.model, config.roles, config_only=False)
     return Prepared(loaded, model, plan, roles, models, target, interpreters)
+
+
+def _no_chat() -> Iterator[Problem]:
+    """Yield a problem where nothing that is installed can tokenise conversations."""
+    if missing := CHAT.missing():
+        yield Problem("model", f"is given, and nothing here tokenises conversations for it; {missing}")
 
 
 def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
@@ -180,20 +186,17 @@ def _find_model(section: "ModelSection", config_only: bool, where: str = "") -> 
 
 def _check_arguments(folder: Path, section: "ModelSection") -> None:
     """Raise `ConfigError` for arguments that the chat template does not use."""
-    from whet.data.chat import ChatTokenizer
-
     try:
-        _ = ChatTokenizer(folder, section.chat_template, arguments=section.template).template
+        _ = chats().ChatTokenizer(folder, section.chat_template, arguments=section.template).template
     except DataError as error:
         raise ConfigError(f"model.template: {error}") from error
 
 
 def _template(given: str) -> str:
     """Read a chat template that a config names."""
-    from whet.data.chat import given_template
-
     try:
-        return given_template(given)
+        found: str = chats().given_template(given)
+        return found
     except DataError as error:
         raise ConfigError(str(error)) from error
 

@@ -1,15 +1,12 @@
 """Features that one installed distribution brings beside components: data files, checks of weight syncs, forecasts."""
 
 import functools
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from attrs import frozen
 
-from whet.data.messages import ResponseReader
 from whet.errors import PluginError, in_words
-from whet.interfaces.chat import Chat
 from whet.interfaces.data import DataReader
 from whet.plugins.catalog import catalog, install_words
 
@@ -47,7 +44,7 @@ class Feature:
 
 READER = Feature("whet.data", "data-files", "data files are read", "data files need a plugin")
 PROBE = Feature("whet.probes", "weight-probe", "weight syncs are checked", "weight syncs cannot be checked")
-RESPONSES = Feature("whet.responses", "responses", "responses are read", "responses are text alone")
+CHAT = Feature("whet.chats", "chat", "conversations are tokenised", "conversations cannot be tokenised")
 RECORDER = Feature("whet.recorders", "token-record", "rollouts are recorded token by token", "no tokens are recorded")
 FORECAST = Feature("whet.forecasts", "memory-forecast", "the peaks of memory are predicted", "no peaks are predicted")
 APART = Feature(
@@ -64,9 +61,9 @@ def reader() -> DataReader:
 
 
 @functools.cache
-def responses() -> Callable[[Chat], ResponseReader] | None:
-    """Return what makes the reader of a chat's responses. None: no installed distribution brings one."""
-    return None if RESPONSES.missing() else RESPONSES.load()
+def chats() -> Any:
+    """Return the module with `ChatTokenizer`, a `Chat`, and `given_template`. Raises `PluginError`: what to install."""
+    return CHAT.load()
 
 
 @functools.cache

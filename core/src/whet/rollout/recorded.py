@@ -18,11 +18,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from whet.data.chat import RewrittenHistory, with_ids
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn, recordable
-from whet.errors import ContextFull, DataError, EpisodeError, PluginError
+from whet.data.records import (
+    Completion,
+    IntArray,
+    Reply,
+    Request,
+    Sampling,
+    Task,
+    Trajectory,
+    Turn,
+    recordable,
+    with_ids,
+)
+from whet.errors import ContextFull, DataError, EpisodeError, PluginError, RewrittenHistory
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import Address, EpisodeInfo, checked_rewards

@@ -17,7 +17,7 @@ from whet.rollout.complete import complete
 from whet.rollout.recorded import checked_completion
 
 if TYPE_CHECKING:
-    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.chat import Chat
     from whet.interfaces.generator import Generator
 
 
@@ -25,7 +25,7 @@ class RoleResponder:
     """Writes responses with the generator of a role. Obeys `whet.interfaces.environment.Responder`."""
 
     def __init__(
-        self, generator: "Callable[[], Generator]", chat: "Callable[[], ChatTokenizer]", max_tokens: int,
+        self, generator: "Callable[[], Generator]", chat: "Callable[[], Chat]", max_tokens: int,
         longest: int = 0, role: str = "judge",
     ) -> None:  # fmt: skip
         """Take functions that return the parts, which are made after the environments.

@@ -18,8 +18,8 @@ from whet.errors import DataError
 from whet.interfaces.environment import Scorer as Scorer
 
 if TYPE_CHECKING:
-    from whet.data.chat import ChatTokenizer
     from whet.interfaces.backend import Backend
+    from whet.interfaces.chat import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RoleScorer:
     def __init__(
         self,
         backend: "Callable[[], Backend]",
-        chat: "Callable[[], ChatTokenizer]",
+        chat: "Callable[[], Tokenizer]",
         longest: int = 0,
         role: str = "judge",
     ) -> None:

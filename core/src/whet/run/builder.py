@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from whet.config.sections import RecordSection, RunSection
     from whet.data.batch import Batch
-    from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
+    from whet.interfaces.chat import Tokenizer
     from whet.interfaces.weights import Probe
     from whet.rollout.recorder import Recorder
     from whet.rollout.stream import RolloutStream
@@ -296,7 +296,7 @@ def _begin_save(
 
 
 def _serve(
-    prepared: Prepared, attempt: Attempt, models: Models, chat: "ChatTokenizer", stream: "RolloutStream | None",
+    prepared: Prepared, attempt: Attempt, models: Models, chat: "Tokenizer", stream: "RolloutStream | None",
     endpoints: InstalledEndpoints,
 ) -> Callable[[], None]:  # fmt: skip
     """Serve the model of the run from its first weights on, and return the function that ends it."""

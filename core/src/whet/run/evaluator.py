@@ -9,14 +9,14 @@ from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 
 if TYPE_CHECKING:
-    from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
+    from whet.interfaces.chat import Tokenizer
     from whet.rollout.event_loop import EpisodeLoop
     from whet.rollout.routing import Route
 
 
 def make_evaluator(
-    prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "ChatTokenizer",
+    prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "Tokenizer",
     status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
 ) -> "Callable[[], EvaluationResult]":  # fmt: skip
     """Return a function that plays all tasks of these environments, always the same ones, and returns the result."""

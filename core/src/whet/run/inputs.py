@@ -14,13 +14,13 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.features import APART, reader, responses
+from whet.plugins.features import APART, chats, reader
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
     from whet.config.sections import DeadlinesSection, EnvironmentSection, SamplingSection
-    from whet.data.chat import ChatTokenizer
     from whet.data.spans import Spans
+    from whet.interfaces.chat import Tokenizer
     from whet.interfaces.data import OfflineData
     from whet.interfaces.environment import Responder, Scorer
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Inputs:
     """The tokenizer, data files and environments of a run."""
 
-    chat: "ChatTokenizer"
+    chat: "Tokenizer"
     """The tokenizer of the policy, with its chat template."""
     data: "OfflineData | None"
     """The data files, which are read when they are first needed; None: there are none."""
@@ -50,15 +50,14 @@ def read_inputs(
     """
     config, facts = prepared.config, prepared.roles.of(EnvironmentFacts)
 
-    def chat_of(role: str) -> "ChatTokenizer":
-        from whet.data.chat import ChatTokenizer
-
+    def chat_of(role: str) -> "Tokenizer":
         section = (config.roles[role].model if role in config.roles else None) or config.model
         folder, arguments = prepared.models.get(role, prepared.model).path, section.template
-        chat = ChatTokenizer(folder, section.chat_template, began, arguments, responses())
+        chat: Any = chats().ChatTokenizer(folder, section.chat_template, began, arguments)
         if config.environments or config.evaluation.environments:
             _ = chat.template  # one that is missing or cannot be read would fail every episode
-        return chat
+        found: Tokenizer = chat
+        return found
 
     def role_for(name: str) -> "Scorer | Responder":
         from whet.rollout.responder import RoleResponder

@@ -23,9 +23,9 @@ from whet.plugins.features import PROBE
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection
-    from whet.data.chat import ChatTokenizer
     from whet.data.model_info import ModelInfo
     from whet.interfaces.backend import Backend
+    from whet.interfaces.chat import Tokenizer
     from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.weights import Probe, Proof
     from whet.interfaces.workers import Give
@@ -146,7 +146,7 @@ def make_weight_sync(
 
 def make_probe(
     section: "ProbeSection", seed: int, temperature: float, max_context: int, roles: "Roles", model: "ModelInfo",
-    trainer: "Backend", generator: "Generator", chat: "ChatTokenizer", run: Callable[[Coroutine[Any, Any, Any]], Any],
+    trainer: "Backend", generator: "Generator", chat: "Tokenizer", run: Callable[[Coroutine[Any, Any, Any]], Any],
 ) -> "Probe | None":  # fmt: skip
     """Return the probe of a run; None: it is switched off, or there is nothing to compare.
 

@@ -8,10 +8,10 @@ import pytest
 
 from whet.component import Selection, Spec
 from whet.config.sections import DataFile, DataSection
-from whet.data.chat import ChatTokenizer
 from whet.data.metrics import mean, plain
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import CheckpointError, WhetError
+from whet_chat.tokenizer import ChatTokenizer
 from whet_data.offline import OfflineData
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo

@@ -1,8 +1,8 @@
 import pytest
 
-from whet.data.chat import ChatTokenizer
 from whet.data.model_info import ModelInfo
 from whet.errors import DataError
+from whet_chat.tokenizer import ChatTokenizer
 from whet_data.preferences import encode_pair
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.records import encode_labelled, encode_with_prompt

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from whet.config.structure import structure
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError
 from whet.plugins.registry import load_plugins
+from whet_chat.tokenizer import ChatTokenizer
 from whet_rm.config import RmConfig, rm_facts
 from whet_rm.records import encode
 

@@ -7,8 +7,8 @@ import pytest
 
 from whet.component import Spec
 from whet.config.sections import DataFile, DataSection
-from whet.data.chat import ChatTokenizer
 from whet.data.metrics import mean, plain
+from whet_chat.tokenizer import ChatTokenizer
 from whet_data.offline import OfflineData
 from whet_sft.config import SftConfig
 from whet_sft.sft import Sft, encoder, with_perplexity

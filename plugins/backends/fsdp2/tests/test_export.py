@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.model_info import read_model
 from whet.interfaces.workers import WorkerRank
+from whet_chat.tokenizer import ChatTokenizer
 from whet_fsdp2.worker import Worker
 from whet_start.small_models import CHAT_TEMPLATE
 

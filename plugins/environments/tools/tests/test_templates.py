@@ -7,14 +7,13 @@ import pytest
 from tool_episodes import made
 
 from whet.config.structure import structure
-from whet.data.chat import ChatTokenizer
 from whet.data.model_info import ModelInfo
 from whet.data.records import Sampling
 from whet.errors import ConfigError
-from whet.plugins.features import responses
 from whet.plugins.registry import load_plugins
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
+from whet_chat.tokenizer import ChatTokenizer
 from whet_env_tools.config import ToolUseConfig, facts
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
@@ -41,7 +40,7 @@ CALLS = {
 
 @pytest.mark.parametrize("form", [JSON, XML], ids=["json", "xml"])
 def test_calls_and_results_are_written_as_the_template_has_them(form, tmp_path, tiny_model_folder):
-    chat = ChatTokenizer(tiny_model_folder, HEAD + form + TAIL, responses=responses())
+    chat = ChatTokenizer(tiny_model_folder, HEAD + form + TAIL)
     call, damaged = CALLS[form]
     environment = made(tmp_path, "slowly", calls_by="template", turns=3)
     tasks = environment.tasks("test")

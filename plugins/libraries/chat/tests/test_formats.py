@@ -9,8 +9,8 @@ from datetime import datetime
 import pytest
 
 from whet.data.messages import Call, Conversation, Message, Tools
-from whet.data.templates import ChatTemplate
 from whet_chat.response import ResponseFormat, learn
+from whet_chat.templates import ChatTemplate
 
 HEAD = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

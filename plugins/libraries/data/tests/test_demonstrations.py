@@ -3,10 +3,10 @@ import json
 import pytest
 
 from whet.config.sections import DataFile, DataSection
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import conversation
 from whet.errors import DataError
 from whet.plan.prepare import look_at_data
+from whet.plugins.features import chats
 from whet_data.demonstrations import FIELDS, encode, known_fields, record_fields
 from whet_data.readers import read
 
@@ -16,7 +16,7 @@ MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content"
 
 @pytest.fixture(scope="module")
 def chat(tiny_model_folder):
-    return ChatTokenizer(tiny_model_folder)
+    return chats().ChatTokenizer(tiny_model_folder)
 
 
 def trained(chat, record, **options) -> str:
@@ -73,7 +73,7 @@ def test_where_a_template_rewrites_history_each_turn_is_trained_once_as_the_mode
         "{{ m['content'] if loop.last else m['content'].split('.')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    chat = ChatTokenizer(tiny_model_folder, forgets)
+    chat = chats().ChatTokenizer(tiny_model_folder, forgets)
     thinks = {"role": "assistant", "content": "6*7 is 42.42"}
     first, second = encode({"messages": [USER, thinks, MORE, TWO]}, chat, {})
     learned = [chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) for one in (first, second)]

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from whet.config.sections import DataFile, DataSection
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import conversation
 from whet.errors import DataError
+from whet.plugins.features import chats
 from whet_data.offline import OfflineData
 
 
 @pytest.fixture(scope="module")
 def chat(tiny_model_folder):
-    return ChatTokenizer(tiny_model_folder)
+    return chats().ChatTokenizer(tiny_model_folder)
 
 
 def encode(record, chat):

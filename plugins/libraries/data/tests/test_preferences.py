@@ -1,7 +1,7 @@
 import pytest
 
-from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
+from whet.plugins.features import chats
 from whet_data.preferences import encode_pair
 
 USER, RIGHT, WRONG = (
@@ -14,7 +14,7 @@ MORE = {"role": "user", "content": "sure?"}
 
 @pytest.fixture(scope="module")
 def chat(tiny_model_folder):
-    return ChatTokenizer(tiny_model_folder)
+    return chats().ChatTokenizer(tiny_model_folder)
 
 
 def shown(chat, record, **names):

@@ -8,9 +8,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from whet.data.chat import RewrittenHistory
 from whet.data.records import Completion, Episode, Request, Task
-from whet.errors import DataError, RequestLost, WorkerLost
+from whet.errors import DataError, RequestLost, RewrittenHistory, WorkerLost
 from whet.interfaces.environment import Address, Model
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment

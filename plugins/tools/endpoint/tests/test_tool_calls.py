@@ -11,13 +11,12 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-from whet.data.chat import ChatTokenizer  # noqa: E402
 from whet.data.messages import Call, Message  # noqa: E402
 from whet.data.records import Episode, Sampling, Task  # noqa: E402
 from whet.interfaces.environment import Model  # noqa: E402
-from whet.plugins.features import responses  # noqa: E402
 from whet.rollout.recorded import Assignment  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
+from whet_chat.tokenizer import ChatTokenizer  # noqa: E402
 from whet_testing.fakes import FakeGenerator, FakeModel  # noqa: E402
 from whet_testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
 
@@ -196,7 +195,7 @@ def test_where_a_template_rewrites_history_the_conversation_goes_on_in_another_s
     tiny_model_folder: Path,
 ) -> None:
     forgetful = TEMPLATE.replace("{{ m.content or '' }}", "{{ '' if m.role == 'assistant' else m.content }}")
-    chat = ChatTokenizer(tiny_model_folder, forgetful, responses=responses())
+    chat = ChatTokenizer(tiny_model_folder, forgetful)
     generator = FakeGenerator([f"I add. {CALL}", "It is 7."], chat)
 
     async def agent(ask: Any) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from whet.component import AlgorithmFacts, Selection, resolve
 from whet.config.structure import structure
-from whet.data.chat import ChatTokenizer
 from whet.plugins.registry import Registry
+from whet_chat.tokenizer import ChatTokenizer
 from whet_testing.contracts.algorithm import AlgorithmContract
 from whet_testing.contracts.component import MODEL
 

@@ -8,8 +8,9 @@ from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
+from whet.interfaces.chat import TrainOn
 from whet.plan.plan import facts_of
-from whet_data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
+from whet_data.demonstrations import FIELDS, known_fields, record_fields
 
 TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
 TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})

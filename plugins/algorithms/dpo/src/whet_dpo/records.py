@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import conversation
 from whet.errors import DataError
+from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
 from whet_data.preferences import answered, encode_pair
 from whet_dpo.config import DpoConfig, KtoConfig, reads_response_mask
@@ -30,9 +30,7 @@ def labelled_encoder(config: KtoConfig, model: "ModelInfo") -> "Encode":
     return partial(encode_labelled, names=config.fields)
 
 
-def encode_with_prompt(
-    record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def encode_with_prompt(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a pair whose chosen conversation is trained as a whole, except its first token.
 
     The column `response_mask` marks the tokens of the response. Raises `DataError` that names what the record lacks.
@@ -48,7 +46,7 @@ def _all_but_first(sequence: Mapping[str, Any]) -> Any:
     return np.arange(len(sequence["tokens"])) > 0
 
 
-def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+def encode_labelled(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a response with its label: a sequence with the column `desirable`. A pair is two sequences in a unit.
 
     `names` maps fields to the columns of the data. Raises `DataError` that names what the record lacks.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
+from whet.interfaces.chat import Tokenizer
 from whet.rollout.scorer import whole
 from whet_data.preferences import pair_conversations
 from whet_rm.config import MARGIN, RmConfig, reads_margin
@@ -28,7 +28,7 @@ def encoder(config: RmConfig, model: "ModelInfo") -> "Encode":
 
 
 def encode(
-    record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str], margin: bool = False
+    record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str], margin: bool = False
 ) -> list[dict[str, Any]]:
     """Tokenise a pair as a judge would: the chosen sequence, then the rejected one, each with the column `chosen`.
 

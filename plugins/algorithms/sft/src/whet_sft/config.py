@@ -6,7 +6,8 @@ from whet.component import AlgorithmFacts, LossFacts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
-from whet_data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
+from whet.interfaces.chat import TrainOn
+from whet_data.demonstrations import FIELDS, known_fields, record_fields
 
 
 @frozen

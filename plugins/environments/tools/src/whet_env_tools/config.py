@@ -199,8 +199,8 @@ def facts(config: CalculatorConfig | ToolUseConfig, model: ModelInfo) -> Environ
     if isinstance(config, CalculatorConfig):
         return EnvironmentFacts(states_answers=True, splits=("train", "test"))
     if config.calls_by == "template" and (Path(model.path) / "tokenizer.json").exists():
-        from whet.data.chat import ChatTokenizer
         from whet_chat.response import tool_format
+        from whet_chat.tokenizer import ChatTokenizer
 
         try:
             tool_format(ChatTokenizer(model.path, model.chat_template or None))

@@ -14,9 +14,9 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 if TYPE_CHECKING:
     from whet.component import AlgorithmFacts, EnvironmentFacts
     from whet.config.sections import Config
-    from whet.data.chat import ChatTokenizer
     from whet.data.messages import Conversation
     from whet.data.model_info import ModelInfo
+    from whet.interfaces.chat import Tokenizer
     from whet_data.look import Counts, Piece, Shown
 
 Split = Literal["train", "validation"]
@@ -62,7 +62,7 @@ class Seen(NamedTuple):
     """The recognised format of each file, one line per file."""
     shown: "list[Shown]"
     counts: "Counts"
-    chat: "ChatTokenizer"
+    chat: "Tokenizer"
     limit: int
     limit_words: str
     what: str
@@ -76,17 +76,18 @@ class Seen(NamedTuple):
 def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most: int, quiet: bool) -> Seen:
     from whet.cli.progress import Progress
     from whet.component import EnvironmentFacts
-    from whet.data.chat import ChatTokenizer
     from whet.plan.load import load_config
     from whet.plan.plan import gather_facts
     from whet.plan.prepare import find_models
     from whet.plan.roles import make_roles
+    from whet.plugins.features import chats
 
     loaded = load_config(config, overrides)
     warn_of_broken(loaded.registry)
     model, models = find_models(loaded.config.model, loaded.config.roles)
     roles = make_roles(loaded.config, gather_facts(loaded.config, model, models))
-    chat = ChatTokenizer(model.path, loaded.config.model.chat_template, arguments=loaded.config.model.template)
+    section = loaded.config.model
+    chat = chats().ChatTokenizer(model.path, section.chat_template, arguments=section.template)
     if "rollouts" in roles.algorithm.inputs:
         return _prompts(loaded.config, model, roles.of(EnvironmentFacts), chat, rows, split, most)
     with closing(_Status(None if quiet else Progress())) as status:
@@ -109,7 +110,7 @@ class _Status:
 
 
 def _records(
-    config: "Config", model: "ModelInfo", facts: "AlgorithmFacts", chat: "ChatTokenizer", rows: int, split: Split,
+    config: "Config", model: "ModelInfo", facts: "AlgorithmFacts", chat: "Tokenizer", rows: int, split: Split,
     most: int, status: _Status,
 ) -> Seen:  # fmt: skip
     from whet.errors import ConfigError
@@ -155,7 +156,7 @@ def _length(config: "Config", facts: "AlgorithmFacts", counts: "Counts") -> str:
 
 
 def _prompts(
-    config: "Config", model: "ModelInfo", facts: "dict[str, EnvironmentFacts]", chat: "ChatTokenizer", rows: int,
+    config: "Config", model: "ModelInfo", facts: "dict[str, EnvironmentFacts]", chat: "Tokenizer", rows: int,
     split: Split, most: int,
 ) -> Seen:  # fmt: skip
     from whet.errors import ConfigError
@@ -200,7 +201,7 @@ def _added(one: "Counts", other: "Counts") -> "Counts":
 
 
 def _lines(seen: Seen, style: str) -> Iterator[str]:
-    from whet.data.pieces import escaped
+    from whet_data.layouts import escaped
     from whet_data.look import pieces, whole_characters
 
     yield seen.title
@@ -249,7 +250,7 @@ _MARKS = {
 
 
 def _summary(seen: Seen) -> Iterator[str]:
-    from whet.data.pieces import escaped
+    from whet_data.layouts import escaped
 
     counts, spread = seen.counts, seen.counts.spread()
     read = f"{counts.records:,} {seen.what}s{'' if counts.complete else ' (the first; --records 0 reads all)'}"

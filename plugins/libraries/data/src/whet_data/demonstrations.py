@@ -1,16 +1,15 @@
 """Turns demonstrations (records that show a good response) into sequences to train on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from whet.data.chat import ChatTokenizer, RewrittenHistory, Trainable
 from whet.data.messages import Conversation, Message, conversation
-from whet.errors import DataError
+from whet.errors import DataError, RewrittenHistory
+from whet.interfaces.chat import Tokenizer, Trainable, TrainOn
 from whet_data.layouts import found_words
 
 FIELDS = ("messages", "prompt", "completion", "text")
 """Fields of a record: `messages`, or `prompt` and `completion`, or `text`."""
-TrainOn = Literal["all", "last"]
 
 
 def known_fields(fields: Sequence[str]) -> Callable[[object, Any, Mapping[str, str]], None]:
@@ -32,7 +31,7 @@ def record_fields(names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
 
 def encode(
     record: Mapping[str, Any],
-    chat: ChatTokenizer,
+    chat: Tokenizer,
     names: Mapping[str, str],
     train_on: TrainOn = "all",
     plain: bool = False,
@@ -44,7 +43,7 @@ def encode(
 
 def trainable(
     record: Mapping[str, Any],
-    chat: ChatTokenizer,
+    chat: Tokenizer,
     names: Mapping[str, str],
     train_on: TrainOn = "all",
     plain: bool = False,
@@ -72,7 +71,7 @@ def trainable(
     )
 
 
-def _turns(whole: Conversation, chat: ChatTokenizer, train_on: TrainOn, first: int = 0) -> list[Trainable]:
+def _turns(whole: Conversation, chat: Tokenizer, train_on: TrainOn, first: int = 0) -> list[Trainable]:
     """Return sequences in which each turn of the assistant is trained once, from message `first` on.
 
     A sequence has as many turns as follow each other without a change of what stands before them. A turn that the
@@ -89,7 +88,7 @@ def _turns(whole: Conversation, chat: ChatTokenizer, train_on: TrainOn, first: i
     return found
 
 
-def _longest(whole: Conversation, chat: ChatTokenizer, turns: Sequence[int]) -> tuple[Trainable, int]:
+def _longest(whole: Conversation, chat: Tokenizer, turns: Sequence[int]) -> tuple[Trainable, int]:
     """Return the sequence that trains as many of the turns as stand unchanged in it, and their number."""
     try:
         return chat.training(whole, first=turns[0]), len(turns)

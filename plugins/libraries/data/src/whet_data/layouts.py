@@ -15,7 +15,6 @@ from typing import Any
 from attrs import evolve, frozen
 
 from whet.config.sections import DataFile
-from whet.data.pieces import escaped
 from whet.errors import DataError
 from whet_data.readers import Row, format_words, read
 
@@ -241,3 +240,8 @@ def _number(text: str) -> Any:
 
 def _listed(columns: Sequence[str]) -> str:
     return ", ".join(escaped(name[:40]) for name in columns[:12]) + ", ..." * (len(columns) > 12) or "none"
+
+
+def escaped(text: str) -> str:
+    """Return text whose control characters, line breaks and marks of writing direction are escaped."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

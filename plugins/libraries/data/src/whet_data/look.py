@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from whet.data.pieces import escaped
 from whet.errors import DataError
-from whet_data.layouts import records
+from whet_data.layouts import escaped, records
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile
-    from whet.data.chat import ChatTokenizer
     from whet.data.messages import Conversation
+    from whet.interfaces.chat import Tokenizer
     from whet.interfaces.data import Encode
 
 QUOTED = 5
@@ -76,7 +75,7 @@ class Counts:
 
 
 def look_at_records(
-    files: Sequence["DataFile"], encode: "Encode", names: Mapping[str, str], chat: "ChatTokenizer", *, limit: int,
+    files: Sequence["DataFile"], encode: "Encode", names: Mapping[str, str], chat: "Tokenizer", *, limit: int,
     rows: int, most: int, status: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Shown], Counts]:  # fmt: skip
     """Tokenise records as training would. Return the first `rows` kept ones, and counts over the first `most` (0: all).
@@ -110,7 +109,7 @@ def look_at_records(
 
 
 def look_at_prompts(
-    prompts: Iterable[tuple[str, "Conversation"]], chat: "ChatTokenizer", *, limit: int, rows: int, most: int
+    prompts: Iterable[tuple[str, "Conversation"]], chat: "Tokenizer", *, limit: int, rows: int, most: int
 ) -> tuple[list[Shown], Counts]:
     """Tokenise the prompts of tasks as rollouts would. Return the first `rows` kept ones, and counts over the first
     `most`.
@@ -162,7 +161,7 @@ class Piece:
     special: bool
 
 
-def pieces(sequence: Encoded, chat: "ChatTokenizer") -> Iterator[Piece]:
+def pieces(sequence: Encoded, chat: "Tokenizer") -> Iterator[Piece]:
     """Yield the tokens of a sequence as text."""
     special = ~np.isin(sequence.tokens, chat.plain_tokens)
     rows = zip(sequence.tokens.tolist(), chat.pieces(sequence.tokens), sequence.trained, special, strict=True)
@@ -170,7 +169,7 @@ def pieces(sequence: Encoded, chat: "ChatTokenizer") -> Iterator[Piece]:
         yield Piece(token, escaped(text), bool(is_trained), bool(is_special))
 
 
-def whole_characters(found: Sequence[Piece], chat: "ChatTokenizer") -> list[Piece]:
+def whole_characters(found: Sequence[Piece], chat: "Tokenizer") -> list[Piece]:
     r"""Join the tokens of a character that is spread over several tokens, if all of them are trained or none is.
 
     Such a token by itself can only be shown as bytes, e.g. `\xe6`.

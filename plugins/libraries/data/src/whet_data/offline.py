@@ -23,8 +23,8 @@ from attrs import define, evolve, field, frozen
 
 from whet.config.sections import DataFile, DataSection
 from whet.data.batch import Batch
-from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
+from whet.interfaces.chat import Tokenizer
 from whet.interfaces.data import Encode
 from whet_data.layouts import records
 from whet_data.mixture import Mixture, mixture
@@ -83,7 +83,7 @@ class OfflineData:
     def __init__(
         self,
         section: DataSection,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         seed: int,
         max_length: int,
         status: Callable[[str], None] = lambda text: None,

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
+from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair. Without `prompt`, the other two are whole conversations."""
 
 
-def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+def encode_pair(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a pair: the chosen sequence, then the rejected one, each with the column `chosen`.
 
     The loss is on the assistant's turns after the prompt. Raises `DataError` that names what the record lacks.

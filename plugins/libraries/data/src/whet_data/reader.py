@@ -9,7 +9,7 @@ from whet.interfaces.data import Encode, Look
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile, DataSection
-    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.chat import Tokenizer
     from whet_data.offline import OfflineData
 
 
@@ -41,7 +41,7 @@ class Reader:
         return Look("", seen.words, doubt)
 
     def open(
-        self, section: "DataSection", tokenizer: "ChatTokenizer", seed: int, max_length: int,
+        self, section: "DataSection", tokenizer: "Tokenizer", seed: int, max_length: int,
         status: Callable[[str], None], *, encode: Encode | None, names: Mapping[str, str], epochs: float | None,
         timed: Callable[[], AbstractContextManager[None]],
     ) -> "OfflineData":  # fmt: skip

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from whet.data.chat import ChatTokenizer
 from whet.data.files import use_umask
 from whet.data.messages import Message
 from whet.errors import DataError
+from whet.plugins.features import chats
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -111,7 +111,7 @@ def set_padding(config: Any, folder: Path) -> None:
 def _last_token(folder: Path, tokenizer: Any) -> int | None:
     """Return the token that ends a conversation."""
     try:
-        return int(ChatTokenizer(folder).training((Message("user", "?"), Message("assistant", "!"))).tokens[-1])
+        return int(chats().ChatTokenizer(folder).training((Message("user", "?"), Message("assistant", "!"))).tokens[-1])
     except DataError:  # without a chat template, a text ends with eos_token
         end: int | None = tokenizer.eos_token_id
         return end

@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
 
-from whet.data.chat import with_ids
 from whet.data.messages import Message
-from whet.data.records import Completion, IntArray
+from whet.data.records import Completion, IntArray, with_ids
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
 from whet_chat.response import ResponseFormat, response_format, tool_format

@@ -38,7 +38,7 @@ from whet_endpoint.requests import Rules
 from whet_endpoint.run import RunResponder, write_address
 
 if TYPE_CHECKING:
-    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.chat import Chat
     from whet.interfaces.logger import Logger
     from whet.plugins.registry import Registry
     from whet.rollout.event_loop import EpisodeLoop
@@ -125,7 +125,7 @@ def _opened(prepared: Prepared, attempt: Attempt) -> Served:
     return Served(prepared.model.path, address, failure.wait)
 
 
-def _responder(prepared: Prepared, chat: "ChatTokenizer", generator: Any, failure: "Failure") -> RunResponder:
+def _responder(prepared: Prepared, chat: "Chat", generator: Any, failure: "Failure") -> RunResponder:
     from whet.rollout.gate import Gate
 
     config = prepared.config

@@ -18,11 +18,11 @@ from whet.config.build import build, to_spec
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.config.structure import structure
 from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS
-from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
 from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts, Parts
 from whet.plan.plan import facts_of
 from whet.plugins.registry import Registry, load_plugins
+from whet_chat.tokenizer import ChatTokenizer
 from whet_data.offline import OfflineData
 from whet_testing.contracts.component import MODEL
 from whet_testing.fakes import FakeGenerator

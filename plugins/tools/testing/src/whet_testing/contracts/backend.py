@@ -18,11 +18,11 @@ from attrs import evolve
 
 from whet.component import BackendFacts, Spec
 from whet.data.batch import Batch, concatenate, from_sequences
-from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
+from whet_chat.tokenizer import ChatTokenizer
 from whet_start.small_models import make_model
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import WorkerGroups

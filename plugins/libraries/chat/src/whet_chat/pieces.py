@@ -22,11 +22,6 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
     return _from_bytes(name) or text or str(name)
 
 
-def escaped(text: str) -> str:
-    """Return text whose control characters, line breaks and marks of writing direction are escaped."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
 def _from_bytes(name: str) -> str:
     """Return the bytes in a token's name, as the two usual kinds of tokenizers write them. Empty: it is neither
     kind.

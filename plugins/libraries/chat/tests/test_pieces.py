@@ -2,8 +2,8 @@
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from whet.data.chat import ChatTokenizer
-from whet.data.pieces import text_of
+from whet_chat.pieces import text_of
+from whet_chat.tokenizer import ChatTokenizer
 
 
 def sentencepiece() -> Tokenizer:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whet.data.chat import ChatTokenizer
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
+from whet_chat.tokenizer import ChatTokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -506,7 +506,7 @@ def test_a_conversation_without_an_answer_cannot_be_trained_on(load):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, whet.data.chat; print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    code = "import sys, whet_chat.tokenizer; print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -11,43 +11,28 @@ without one of them rewrites history: `continuation` raises, and a new sequence 
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 from tokenizers import Encoding
 
-from whet.data.messages import Call, Conversation, Message, ResponseReader, Tools
-from whet.data.pieces import text_of
-from whet.data.records import BoolArray, IntArray
-from whet.data.templates import ChatTemplate, read_template, read_text
-from whet.data.tokenizer_files import read_json, read_tokenizer, special_tokens
-from whet.errors import DataError
+from whet.data.messages import Conversation, Message, Tools
+from whet.data.records import IntArray
+from whet.errors import DataError, RewrittenHistory
+from whet.interfaces.chat import Trainable, TrainOn
+from whet.moved import leading_on
+from whet_chat.pieces import text_of
+from whet_chat.response import ResponseFormat, reader
+from whet_chat.templates import ChatTemplate, read_template, read_text
+from whet_chat.tokenizer_files import read_json, read_tokenizer, special_tokens
 
-MakeReader = Callable[["ChatTokenizer"], ResponseReader]
-TrainOn = Literal["all", "last"]
-"""Which of the assistant's turns to train on."""
 MOST_STOPS = 8
 """Most end-of-turn tokens that are looked at for the end of a turn."""
-
-
-class RewrittenHistory(DataError):  # noqa: N818 - it says what the template did
-    """A chat template renders earlier messages differently when a message is appended."""
-
-
-@frozen(eq=False)
-class Trainable:
-    """A conversation or text as a sequence to train on."""
-
-    tokens: IntArray  # [L]
-    loss_mask: BoolArray  # [L], true on the tokens to train on
-    prompt_length: int
-    """Number of tokens before the first trained one."""
 
 
 class ChatTokenizer:
@@ -55,15 +40,14 @@ class ChatTokenizer:
 
     def __init__(
         self, folder: str | Path, chat_template: str | None = None, now: datetime | None = None,
-        arguments: Mapping[str, Any] | None = None, responses: "MakeReader | None" = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Read a model folder with `tokenizer.json`. Also read `tokenizer_config.json`, `special_tokens_map.json`,
         `chat_template.jinja` and `generation_config.json` if they exist.
 
         `chat_template` is a file, or a template itself, to use instead of the folder's. `now` is the time that
-        templates see; by default the time of construction. `arguments` are passed to the template. `responses`
-        makes what reads the parts of responses; without it, a response is text. Raises `DataError` that names what is
-        missing.
+        templates see; by default the time of construction. `arguments` are passed to the template. Raises
+        `DataError` that names what is missing.
         """
         self.folder = Path(folder)
         self._now, self._arguments = now or datetime.now(), dict(arguments or {})
@@ -76,8 +60,7 @@ class ChatTokenizer:
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
-        self._make_reader = responses
-        self._learned: dict[str, ResponseReader | None] = {}  # shared by all copies
+        self._learned: list[ResponseFormat] = []  # the format of responses, shared by all copies
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -119,23 +102,21 @@ class ChatTokenizer:
 
     def parts(self, message: Message) -> Message:
         """Return a message with its reasoning, content and tool calls apart, if the model wrote it."""
-        reader = self._reader if message.written else None
-        return message if reader is None else reader.read(message.written, self._tools)
+        return self._format.read(message.written, self._tools) if message.written else message
 
     def _shown(self, message: Message) -> Message:
         """Return a message as the template takes it. Calls have the ids with which they were recorded."""
-        reader = self._reader if message.written else None
-        if reader is None:
+        if not message.written:
             return message
-        shown = reader.shown(message.written, self._tools)
+        shown = self._format.shown(message.written, self._tools)
         kept = [evolve(call, id=own.id) for call, own in zip(shown.calls, message.calls, strict=False)]
         return evolve(shown, calls=tuple(kept)) if kept else shown
 
     @property
-    def _reader(self) -> ResponseReader | None:
+    def _format(self) -> ResponseFormat:
         if not self._learned:
-            self._learned["reader"] = self._make_reader(self) if self._make_reader else None
-        return self._learned["reader"]
+            self._learned.append(reader(self))
+        return self._learned[0]
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -172,7 +153,7 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
     def pieces(self, tokens: IntArray) -> list[str]:
-        """Return the text of each token [L] by itself, special tokens included; see `whet.data.pieces`."""
+        """Return the text of each token [L] by itself, special tokens included; see `whet_chat.pieces`."""
         found = {token: text_of(self._tokenizer, token) for token in set(tokens.tolist())}
         return [found[token] for token in tokens.tolist()]
 
@@ -202,15 +183,15 @@ class ChatTokenizer:
         A template may write a call in other words than the model did, as with other spaces, if its parts are the same.
         """
         end = _end_of(message.written or message.text, whole, begin)
-        if end is not None or not message.written or self._reader is None:
+        if end is not None or not message.written:
             return end
-        said, at = self._reader.shown(message.written, self._tools), begin
+        said, at = self._format.shown(message.written, self._tools), begin
         for _ in range(MOST_STOPS):
             stops = [at for stop in self._stop_texts if (at := whole.find(stop, at)) >= 0]
             if not stops:
                 return None
             at = min(stops)
-            shown = self._reader.shown(whole[begin:at], self._tools)
+            shown = self._format.shown(whole[begin:at], self._tools)
             if _meaning(shown) == _meaning(said):
                 return at
             at += 1
@@ -371,17 +352,6 @@ def given_template(chat_template: str) -> str:
         raise DataError(f"model.chat_template: {error}") from error
 
 
-def with_ids(calls: tuple[Call, ...], prompt: IntArray, tokens: IntArray) -> tuple[Call, ...]:
-    """Return the calls of a completion [completion] after a prompt [prompt] with ids of nine letters and digits.
-
-    Some templates accept no others. They are derived, not drawn: where a template shows ids, an episode that is played
-    again has the same tokens.
-    """
-    seed = blake2b(prompt.tobytes() + tokens.tobytes(), digest_size=8).digest()
-    ids = (blake2b(seed, digest_size=5, salt=i.to_bytes(8)).hexdigest()[:9] for i in range(len(calls)))
-    return tuple(evolve(call, id=id_) for call, id_ in zip(calls, ids, strict=True))
-
-
 def _meaning(message: Message) -> tuple[Any, ...]:
     """Return what two messages have in common that say the same."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
@@ -420,3 +390,6 @@ def _rewritten(history: str, rendered: str) -> RewrittenHistory:
         f"{rendered[begin : at + 40]!r}; they part at character {at}. Use a template that only appends "
         "(model.chat_template), or train on the last turn only"
     )
+
+
+__getattr__ = leading_on(__name__, {"with_ids": "whet.data.records"})
