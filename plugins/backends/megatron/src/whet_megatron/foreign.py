@@ -31,6 +31,8 @@ VOCABULARY = ("embedding.word_embeddings.weight", HEAD)
 NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 """Norms are of the matrix after them, or modules of their own; in layers with experts that differs between modules."""
 
@@ -84,15 +86,8 @@ class Foreign:
 
     def known(self, name: str) -> str:
         """Return the name under which the checkpoint has a tensor, which depends on the modules that saved it."""
-        for one, other in NORMS:
-            for begin, end in ((one, other), (other, one)):
-                if (
-                    name not in self.shapes
-                    and name.endswith(begin)
-                    and (found := name[: -len(begin)] + end) in self.shapes
-                ):
-                    return found
-        return name
+        others = (name.removesuffix(old) + new for old, new in NORMS if name.endswith(old))
+        return next((one for one in (name, *others) if one in self.shapes), name)
 
     def refuse_others(self, wanted: Mapping[str, tuple[int, ...]], vocabulary: int) -> None:
         """Raise `CheckpointError` if tensors lack or have other shapes. Rows of the vocabulary may be padded."""
