@@ -1,5 +1,7 @@
 """What can be done here: `nox -l` lists it, and `nox` does what must pass. Each session makes its own environment."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -54,7 +56,7 @@ def packages(session: nox.Session) -> None:
 @nox.session
 def learn(session: nox.Session) -> None:
     """Learn by each recipe from a saved start; table and plot in runs/learn; `-- grpo dapo` takes these alone."""
-    install(session)
+    install(session, "megatron-core")
     session.run("python", "benchmarks/learn.py", *session.posargs)
 
 
@@ -100,13 +102,26 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
 
 
+ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
+
+
 @nox.session
 @nox.parametrize("backend", [nox.param("megatron", id="megatron")])
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
-    install(session, "megatron-core", "pytest-timeout", "pytest-xdist")
-    tests = (f"plugins/backends/{backend}", f"tests/test_{backend}.py")
+    install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
+    cells = f"tests/test_support.py::test_algorithms_take_two_steps_on_{backend}"
+    whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
+    tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", cells)
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def support(session: nox.Session) -> None:
+    """Run every cell of docs/reference/support.md that a test can run on a CPU without an engine."""
+    install(session, "megatron-core", "pytest-timeout")
+    every = {**ONE_THREAD, "WHET_EVERY_CELL": "1"}
+    session.run("pytest", "tests/test_support.py", *session.posargs, env=every)
 
 
 @nox.session(name="two-torches")
@@ -137,16 +152,32 @@ LIBRARIES = (
 """Environments and agents of others whose pins allow one environment. Where one is missing, its tests skip."""
 
 
+def apart(session: nox.Session, name: str, python: str, package: str) -> str:
+    """Return an environment beside the session's, with a package that fixes other versions of what the session has."""
+    folder = Path(session.virtualenv.location).absolute() / name
+    if not (folder / "bin" / "python").exists():
+        session.run(python, "-m", "venv", str(folder), external=True)
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", package, external=True)
+    return str(folder)
+
+
+def python_3_12() -> str | None:
+    """Return an interpreter of Python 3.12, which NeMo Gym needs. None: this machine has none that runs."""
+    kept = sorted(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")))
+    for found in (shutil.which("python3.12"), *kept):
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+            return found
+    return None
+
+
 @nox.session
 def adapters(session: nox.Session) -> None:
     """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
-    apart = Path(session.virtualenv.location).absolute() / "verifiers"  # it fixes other versions of mcp and openai
-    if not (apart / "bin" / "python").exists():
-        session.run("python", "-m", "venv", str(apart))
-    session.run(str(apart / "bin" / "python"), "-m", "pip", "install", "-q", "verifiers==0.4.0", external=True)
+    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": apart(session, "verifiers", "python", "verifiers==0.4.0")}
+    if python := python_3_12():
+        known["WHET_NEMO_GYM_PYTHON"] = apart(session, "nemo-gym", python, "nemo-gym==0.4.0")
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]
-    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": str(apart)}
     session.run("pytest", "tests/adapters", "tests/test_endpoint.py", *plugins, *session.posargs, env=known)
 
 

@@ -275,8 +275,8 @@ def plain(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float
 
 def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]:
     """Train an adapter and sample with it. While one of trainer and generator works, the other sleeps."""
-    from whet_fsdp2.config import LoraConfig, adapter_info
     from whet_hf.worker import Worker as Generator
+    from whet_training.lora_config import LoraConfig, adapter_info
 
     config = LoraConfig(rank=16)
     worker = trainer(

@@ -129,6 +129,7 @@ class Entry:
 ENTRIES = (
     Entry("grpo", "recipes/learn-grpo.yaml"),
     Entry("grpo-lora", "recipes/learn-grpo-lora.yaml"),
+    Entry("grpo-megatron", "recipes/learn-grpo-megatron.yaml"),
     Entry("dapo", "recipes/learn-dapo.yaml"),
     Entry("gspo", "recipes/learn-gspo.yaml"),
     Entry("cispo", "recipes/learn-cispo.yaml"),

@@ -86,6 +86,8 @@ def pages() -> dict[str, str]:
     made["interfaces.md"] = _beside("signatures").page()
     made["sandbox-escapes.md"] = _beside("sandbox_escapes").page(ROOT)
     made["combinations.md"] = combined(kinds["algorithms"])
+    names = ([offer.component.name for offer in kinds[kind]] for kind in ("algorithms", "generators"))
+    made["support.md"] = _beside("support").page(registry(), *names)
     made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
     packaged = _beside("packaged").files(ROOT, registry())
     outside = {f"../../{name}": text for name, text in packaged.items()}

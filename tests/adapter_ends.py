@@ -15,8 +15,9 @@ from whet.plan.placement import Way
 from whet.rollout.event_loop import EpisodeLoop
 from whet.run.weight_sync import make_weight_sync
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, LoraConfig, OptimizerConfig, adapter_info
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_testing.role_context import make_context
+from whet_training.lora_config import LoraConfig, adapter_info
 from whet_weights.probe import Probe
 
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -52,8 +52,8 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Programs]:
-    """Start what forks the commands: it has imported what every command and every inline worker imports."""
-    with Programs(IMPORTED) as started:
+    """Start what forks the commands: it has imported what commands and workers import, as far as it is installed."""
+    with Programs((*IMPORTED, "whet_megatron.ahead")) as started:
         yield started
 
 

@@ -87,9 +87,11 @@ from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
 from whet.plan.roles import make_roles
 from whet.data.model_info import ModelInfo
-EXPERTS = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
-MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000, **EXPERTS})
 loaded = load_config(sys.argv[1])
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2} if "moe" in sys.argv[1] else {}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
+OTHERS = {"vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+MODEL = ModelInfo("somewhere", {"model_type": "qwen3", **SIZES, **OTHERS, **EXPERTS})
 plan, problems = make_plan(
     loaded.config, MODEL, make_roles(loaded.config, gather_facts(loaded.config, MODEL)), Machine(cores=2)
 )

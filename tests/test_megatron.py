@@ -25,12 +25,14 @@ from whet_testing.journal import check
 from whet_testing.role_context import make_context
 from whet_testing.runs import numbers
 from whet_testing.scripted_worker import TARGET
+from whet_training.lora_config import LoraConfig
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"),
 ]
 SPLIT = {"use": "megatron", "optimizer": {"lr": 1.0e-3}, "parallel": {"tensor": 2, "sequence": True}}
+ADAPTER = {**SPLIT, "optimizer": {"lr": 1.0e-2}, "lora": {"rank": 4}}
 STAGES = {"use": "megatron", "optimizer": {"lr": 1.0e-3}, "parallel": {"pipeline": 2}}
 TEN = ("clipped-pg", "nll")
 LOSSES: list[dict[str, Any]] = [
@@ -95,11 +97,12 @@ def cluster(tmp_path_factory):
         yield made
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("name", TEN)
-def test_ten_steps_of_both_backends_from_one_start_agree(name, cluster, tiny_model_folder, tmp_path):
+def test_ten_steps_of_both_backends_from_one_start_agree(name, lora, cluster, tiny_model_folder, tmp_path):
     loss = spec({"use": name})
     batches = [batch_for(seed) for seed in range(10)]
-    one, other = built(cluster, tmp_path, tiny_model_folder, "backend2", SPLITS["tensor"])
+    one, other = built(cluster, tmp_path, tiny_model_folder, "backend2", SPLITS["tensor"], lora=lora)
     try:
         found = [[backend.train(batch, loss) for batch in batches] for backend in (one, other)]
         values = [[(step["loss"].number(), step["grad_norm"].number()) for step in steps] for steps in found]
@@ -137,7 +140,7 @@ def test_every_loss_has_one_value_one_gradient_and_one_set_of_metrics(
         other.close()
 
 
-@pytest.mark.parametrize("backend", [SPLIT, STAGES], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize("backend", [SPLIT, STAGES, ADAPTER], ids=["tensor", "pipeline", "adapter"])
 def test_a_grpo_run_syncs_weights_saves_and_exports(backend, small_run, whet, tmp_path):
     ranks = {"ranks": {"backend": 2}, "threads": {"backend": 1, "generator": 1}}
     ended = whet("run", small_run(tmp_path, backend=backend, cluster=ranks), folder=tmp_path)
@@ -151,6 +154,21 @@ def test_a_grpo_run_syncs_weights_saves_and_exports(backend, small_run, whet, tm
     assert max(row.get("probe/max", 0.0) for row in rows) < 1e-3
     config = json.loads((run / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_grpo_run_samples_with_the_backend_s_own_weights(small_run, whet, tmp_path):
+    generator = {"use": "megatron", "parallel": SPLIT["parallel"], "cache_gib": 0.02}
+    ranks = {"ranks": {"backend": 2, "generator": 2}, "threads": {"backend": 1, "generator": 1}}
+    config = small_run(tmp_path, backend=SPLIT, generator=generator, cluster=ranks)
+    ended = whet("run", config, "weight_sync.probe.every=1", folder=tmp_path)
+    assert ended.code == 0, ended.error
+    run = tmp_path / "run"
+    assert check(run) == []
+    rows = numbers(run)
+    assert len(rows) == 3
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["probe/logprob_gap"] for row in rows) < 1e-4
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-4
 
 
 def test_a_run_that_was_stopped_goes_on_bitwise(small_run, whet, tmp_path):

@@ -1,5 +1,6 @@
 """Every recipe is right as it stands, is checked at once without anything heavy, and trains."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from whet.run.compose import run
+from whet_testing.runs import numbers
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = {"gymnasium-grpo", "reasoning-gym-grpo"}  # they need libraries of others; tests/adapters train them
@@ -19,7 +21,9 @@ RECIPES = sorted(
     path for path in (*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml")) if path.stem not in ADAPTERS
 )
 HEAVY = ("torch", "ray", "transformers", "datasets", "vllm", "sglang", "math_verify")
+MEGATRON = ROOT / "recipes" / "learn-grpo-megatron.yaml"
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+in_one_process = pytest.mark.parametrize("recipe", [path for path in RECIPES if path != MEGATRON], ids=lambda p: p.stem)
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +144,7 @@ def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
 
 
-@every_recipe
+@in_one_process
 def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
     overrides = [*local(recipe, tiny_model, records, tmp_path), *small(recipe)]
     outcome = run(recipe, overrides)
@@ -154,3 +158,35 @@ def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
         assert rows[-1]["validation/loss"] > 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_the_recipe_with_megatron_differs_from_the_one_with_fsdp2_in_the_backend_and_its_ranks_alone():
+    plain, found = whole(MEGATRON.with_name("learn-grpo.yaml")), whole(MEGATRON)
+    plain["run"]["folder"], plain["cluster"] = found["run"]["folder"], {"ranks": {"backend": 2}}
+    plain["backend"] |= {"use": "megatron", "parallel": {"tensor": 2}}
+    assert found == plain
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here")
+@pytest.mark.parametrize("name", ["learn-sft", "learn-dpo", "learn-rm", "learn-ppo", "learn-distill"])
+def test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2(
+    name, whet, tiny_model_folder, tiny_models, records, tmp_path
+):  # fmt: skip
+    recipe = ROOT / "recipes" / f"{name}.yaml"
+    overrides = [*local(recipe, tiny_model_folder, records, tmp_path), *small(recipe), "run.export=false"]
+    sections = {"backend": "backend"} | {role: f"roles.{role}" for role in whole(recipe).get("roles", {})}
+    if "teacher" in sections:  # of itself there is nothing to learn
+        overrides.append(f"roles.teacher.model.path={tiny_models('llama', seed=1)}")
+    assert run(recipe, overrides).finished
+    overrides += [f"run.folder={tmp_path / 'megatron'}", "cluster.workers=process"]
+    for role, section in sections.items():
+        overrides += [f"{section}.use=megatron", f"{section}.parallel.tensor=2", f"cluster.ranks.{role}=2"]
+    ended = whet("run", recipe, *overrides)
+    assert ended.code == 0, ended.errors
+    steps = [numbers(tmp_path / name) for name in ("run", "megatron")]
+    assert len(steps[0]) == len(steps[1]) >= 2
+    for expected, found in zip(*steps, strict=True):
+        compared = {key: value for key, value in expected.items() if "loss" in key or "grad_norm" in key}
+        assert {key: found[key] for key in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5)
+    assert any(row.get("grad_norm") for row in steps[0])

@@ -3,6 +3,8 @@
     python tests/chaos --kills 50                          over all layouts, staleness 0 and 1
     python tests/chaos --seed 7 --run 3 --staleness 0,1    the third run of that seed again
     CHAOS_SLOWNESS=3 python tests/chaos                    on a busy machine: deadlines three times as long
+    python tests/chaos --layouts two --backend '{use: megatron, parallel: {tensor: 2}}'
+                                                           another backend, with the ranks of that layout
 
 A run is disturbed again and again, by signals to its driver, its workers and what they were forked from, its graders
 and its watchdog, and resumed by the same command until it ends. Exit code 1: something was wrong, and what repeats it
@@ -10,6 +12,7 @@ is printed.
 """
 
 import argparse
+import json
 import random
 import shutil
 import statistics
@@ -20,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+import yaml
 from judge import ended_faults, judge
 from run_attempt import LAYOUTS, SLOWNESS, RunAttempt, Subject
 from scenarios import SCENARIOS
@@ -56,7 +60,7 @@ class Chaos:
 
     def subject(self, name: str, layout: str, staleness: int) -> Subject:
         """Give a run that has not begun."""
-        return Subject(self.folder / name, self.model, layout, staleness, self.args.launcher)
+        return Subject(self.folder / name, self.model, layout, staleness, self.args.launcher, self.args.backend)
 
     def kinds(self) -> list[tuple[str, int]]:
         """List layouts and stalenesses that are asked for."""
@@ -137,7 +141,8 @@ class Chaos:
             stalenesses = ",".join(map(str, self.args.staleness))
             print(
                 f"  again: python tests/chaos --seed {self.args.seed} --staleness {stalenesses} --layouts "
-                f"{','.join(self.args.layouts)} --launcher {self.args.launcher} {repeat}",
+                f"{','.join(self.args.layouts)} --launcher {self.args.launcher} "
+                f"--backend '{json.dumps(self.args.backend)}' {repeat}",
                 flush=True,
             )
 
@@ -186,6 +191,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=50, help="strikes in all")
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--backend", type=yaml.safe_load, default={"use": "fsdp2"}, help="the section `backend`, YAML")
     parser.add_argument("--staleness", type=lambda text: [int(n) for n in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS))
     parser.add_argument("--run", type=int, help="only this run of the seed")

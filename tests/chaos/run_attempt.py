@@ -45,6 +45,8 @@ class Subject:
     layout: str
     staleness: int
     launcher: str = "local"
+    backend: Mapping[str, Any] = field(factory=lambda: {"use": "fsdp2"})
+    """The section `backend`, but for its optimizer."""
     rollout: Mapping[str, Any] = field(factory=dict)
     """Further keys of the section `rollout`."""
     filters: Sequence[str] = ()
@@ -75,7 +77,7 @@ class Subject:
             "run": {"folder": str(self.run), "steps": STEPS, "save_every": SAVE_EVERY, "seed": 3},
             "model": {"path": str(self.model)},
             "algorithm": {"use": "grpo", "prompts_per_step": GROUPS, "group_size": SAMPLES, "filters": [*self.filters]},
-            "backend": {"use": "fsdp2", "optimizer": {"lr": 1e-3}},
+            "backend": {**self.backend, "optimizer": {"lr": 1e-3}},
             "generator": {"use": "hf"},
             "rollout": {"max_tokens": 8, "max_staleness": self.staleness, **self.rollout},
             "environments": [{"use": "graded"}],

@@ -31,6 +31,19 @@ pytestmark = [
 
 GENERATOR = {"use": "vllm", "cache_gib": 0.125}
 TESTS = Path(__file__).parents[1]
+TOOLS = """
+{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template that states tools, for the small model's own knows none."""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +137,32 @@ def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw
     rows = metrics(tmp_path / "run")
     assert [row["turns/mean"] for row in rows] == [2, 2, 2]
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+
+
+def test_a_served_model_that_knows_nothing_of_tools_is_held_to_a_forced_call(tmp_path, model):
+    openai = pytest.importorskip("openai")
+    serving = pytest.importorskip("whet_endpoint.serve").serving
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    parameters = {"type": "object", "properties": {"to": {"enum": ["north", "south"]}}, "required": ["to"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("walk", "swim")]
+    forced = {"type": "function", "function": {"name": "swim"}}
+    overrides = (
+        "generator.cache_gib=0.125",
+        f"model.chat_template={tmp_path / 'tools.jinja'}",
+        "rollout.max_tokens=400",
+    )
+    with serving(str(model), "vllm", overrides) as served, openai.OpenAI(
+        base_url=served.address.base_url, api_key=served.address.api_key
+    ) as client:  # fmt: skip
+        for choice, names in (("required", {"walk", "swim"}), (forced, {"swim"})):
+            reply = client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "Go."}], tools=tools, tool_choice=choice,
+                parallel_tool_calls=False, seed=3,
+            )  # fmt: skip
+            assert reply.choices[0].finish_reason == "tool_calls", reply
+            (call,) = reply.choices[0].message.tool_calls
+            assert call.function.name in names
+            assert json.loads(call.function.arguments)["to"] in ("north", "south")
 
 
 def test_with_an_engine_in_a_python_of_its_own_the_model_learns_as_with_plain_decoding(tmp_path, model, small_run):

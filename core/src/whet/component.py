@@ -195,8 +195,8 @@ class WorkerFacts(Facts):
     """Number of processes over which each rank splits its model, e.g. by tensor parallelism. Each process receives
     weights. If there are GPUs, each process has one."""
     transports: tuple[str, ...] = ()
-    """Supported transports of a weight sync, the best first. Possible are `shared`, `cuda-ipc`, `broadcast`,
-    `shared-memory` and `disk`."""
+    """Supported transports of a weight sync, the best first. Possible are `in-place`, `shared`, `cuda-ipc`,
+    `broadcast`, `shared-memory` and `disk`."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
     """(number of ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: the memory is
     unknown."""

@@ -161,6 +161,28 @@ def test_gpus_apart_are_numbered_one_after_the_other():
     assert plan.role("generator").devices == ("cuda:2", "cuda:3")
 
 
+@pytest.mark.parametrize(
+    ("cluster", "transport"),
+    [
+        ({"ranks": {"backend": 2, "generator": 2}}, "in-place"),
+        ({}, "in-place"),
+        ({"ranks": {"backend": 2, "generator": 1}}, "disk"),
+        ({"ranks": {"backend": 2, "generator": 2}, "colocate": []}, "disk"),
+    ],
+    ids=str,
+)
+def test_weights_stay_in_place_where_equally_many_ranks_share_processes(cluster, transport):
+    ends = ("in-place", "disk")
+    facts = {
+        **FACTS,
+        "backend": evolve(FACTS["backend"], transports=ends),
+        "generator": GeneratorFacts(transports=ends),
+    }
+    plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), facts, Machine(8))
+    assert not found
+    assert plan.way.transport == transport
+
+
 ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "disk")
 ENGINE = {
     **FACTS,

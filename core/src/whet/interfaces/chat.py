@@ -6,7 +6,7 @@ and a function `given_template`; see `whet.plugins.features.CHAT`.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from attrs import frozen
 
@@ -35,7 +35,7 @@ class Chat(Protocol):
         """Return the tokens that end a turn: the end tokens of tokenizer, generation config and chat template."""
         ...
 
-    def with_tools(self, tools: Tools) -> "Chat":
+    def with_tools(self, tools: Tools) -> Self:
         """Return a copy whose conversations have these tools. A chat template that knows no tools leaves them out."""
         ...
 

@@ -28,11 +28,11 @@ class TransferSpec:
     """One transfer of weights. An incomplete transfer is refused."""
 
     transport: str
-    """`shared` (same process), `cuda-ipc` (same GPU), `broadcast` (same network), `shared-memory` (any nodes of a run),
-    `disk` (same file system)."""
+    """`in-place` (same memory), `shared` (same process), `cuda-ipc` (same GPU), `broadcast` (same network),
+    `shared-memory` (any nodes of a run), `disk` (same file system)."""
     address: str
-    """For `shared-memory` and `disk`, a folder. For `shared`, a key within the process. For the other transports,
-    `host:port` of the driver's exchange."""
+    """For `shared-memory` and `disk`, a folder. For `shared`, a key within the process. `in-place` has none. For the
+    other transports, `host:port` of the driver's exchange."""
     session: str
     """A new name for each transfer. Sender and receiver check it."""
     version: int

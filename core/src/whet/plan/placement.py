@@ -167,7 +167,8 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     together = inline or name in backend.group
     ranks, receivers = (backend.ranks, generator.ranks), generator.ranks * generator.facts.processes
     # The ranks that send reach by reference only who shares their own process.
-    same_process = (inline or name in roles.in_process("backend")) and set(ranks) == {1}
+    in_place = (inline or name in roles.in_process("backend")) and len(set(ranks)) == 1
+    same_process = in_place and set(ranks) == {1}
     one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
@@ -181,15 +182,18 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
         own_gpus=all(gpus) and not together,
         wanted=cluster.transport,
         together=together,
+        in_place=in_place,
     )
     where = (
-        "in one process"
+        "in the same processes"
+        if transport == "in-place"
+        else "in one process"
         if same_process
         else "on one machine"
         if same_host
         else "on nodes that the launcher will choose"
     )
-    if same_process and transport != "shared":
+    if same_process and transport not in ("in-place", "shared"):
         where += ", and not both offer shared"
     reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
     if transport == "cuda-ipc":
@@ -207,15 +211,18 @@ def choose_transport(
     same_gpu: bool = False,
     own_gpus: bool = False,
     together: bool = False,
+    in_place: bool = False,
     wanted: str = "",
 ) -> str:
     """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
 
     `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
-    `own_gpus`: each has its own; `together`: they share processes or GPUs. `wanted` is what the config insists on.
+    `own_gpus`: each has its own; `together`: they share processes or GPUs; `in_place`: equally many ranks share their
+    processes, one of each. `wanted` is what the config insists on.
     Raises `ConfigError` saying why none fits.
     """
     reachable = {
+        "in-place": in_place,
         "shared": same_process,
         "cuda-ipc": same_gpu,
         "broadcast": own_gpus or (wanted == "broadcast" and not together),
@@ -229,7 +236,8 @@ def choose_transport(
     what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
     raise ConfigError(
         f"{what}: the backend offers {_listed(sender)}, the generator takes {_listed(receiver)}, and they are {place}; "
-        "`shared` needs one process (cluster.colocate), `cuda-ipc` shared GPUs, `broadcast` processes of their own"
+        "`in-place` needs shared processes with equally many ranks (cluster.colocate, cluster.ranks), `shared` one "
+        "process, `cuda-ipc` shared GPUs, `broadcast` processes of their own"
     )
 
 

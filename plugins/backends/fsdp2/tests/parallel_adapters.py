@@ -8,9 +8,9 @@ from unittest.mock import patch
 import torch
 
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2.config import LoraConfig
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.ranks import Ranks
+from whet_training.lora_config import LoraConfig
 
 
 class ParallelAdapters:

@@ -13,12 +13,13 @@ import pytest
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet_fsdp2 import attention
-from whet_fsdp2.config import Fsdp2Config, LoraConfig, adapter_parameters, sizes
+from whet_fsdp2.config import Fsdp2Config, sizes
 from whet_fsdp2.forecast import formulas, savings
 from whet_fsdp2.trace import trace
 from whet_memory.case import Case
 from whet_memory.timelines import peak
 from whet_memory.tracing import traced
+from whet_training.lora_config import LoraConfig, adapter_parameters
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,

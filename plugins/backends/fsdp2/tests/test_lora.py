@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from whet.component import AdapterInfo, Spec
 from whet.errors import CheckpointError, ConfigError, WhetError
-from whet_fsdp2.adapter_files import base_digest
+from whet_training.adapter_files import base_digest
 from whet_weights.adapter import PREFIX
 
 peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
@@ -347,7 +347,8 @@ def test_what_is_sent_alone_is_what_peft_would_have_saved(make_worker, moe, batc
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_plan_counts_the_parameters_of_the_adapter(make_worker, folders, family):
     from whet.data.model_info import read_model
-    from whet_fsdp2.config import Fsdp2Config, LoraConfig, adapter_parameters, memory
+    from whet_fsdp2.config import Fsdp2Config, memory
+    from whet_training.lora_config import LoraConfig, adapter_parameters
 
     config, info = LoraConfig(rank=4), read_model(folders(family), "bfloat16")
     worker = make_worker(family, lora={"rank": 4})

@@ -11,10 +11,11 @@ from whet.component import Spec
 from whet.errors import CheckpointError, WorkerError
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, OptimizerConfig
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.three_steps import LIKELIHOOD, steps_by_hand, steps_of
+from whet_training.experts import ExpertsConfig
 
 pytestmark = pytest.mark.slow
 IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")

@@ -12,10 +12,12 @@ from whet.component import Spec, resolve
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import ExpertsConfig, Fsdp2Config, LoraConfig, OptimizerConfig
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
+from whet_training.experts import ExpertsConfig
+from whet_training.lora_config import LoraConfig
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")

@@ -1,6 +1,8 @@
 """One rank of the backend, against the model of `transformers` in eager attention on padded rows."""
 
 import importlib
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -57,6 +59,25 @@ def test_scores_and_gradients_are_those_of_eager_attention(
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, theirs[name], atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     assert worker.evaluate(batch, WEIGHTED)["loss"].number() == pytest.approx(loss.item(), abs=1e-6)
+
+
+def test_a_padding_token_within_a_sequence_has_a_gradient_like_any_other(
+    make_worker, folders, batch, gradients, tmp_path
+):  # fmt: skip
+    padded = folders("qwen3 untied")
+    config = json.loads((padded / "config.json").read_text())
+    shutil.copytree(padded, tmp_path / "without")
+    (tmp_path / "without" / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    tokens = batch["tokens"].copy()
+    tokens[tokens == tokens[-2]] = config["pad_token_id"]
+    batch = batch.with_columns(tokens=tokens)
+    model, logprobs, _ = eager(tmp_path / "without", batch)
+    weight = torch.tensor(np.repeat(batch["advantages"], batch["lengths"]))
+    (-(logprobs * weight).sum() / int(batch["loss_mask"].sum())).backward()
+    expected = model.model.embed_tokens.weight.grad
+    assert expected[config["pad_token_id"]].norm() > 1e-3
+    found = gradients(make_worker(folder=padded), batch)["model.embed_tokens.weight"]
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
 
 
 def test_phases_are_told_by_the_name_of_the_role(make_worker, batch):

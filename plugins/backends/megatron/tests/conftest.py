@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from whet.data.batch import Batch
+from whet.interfaces.workers import WorkerGroup
 from whet.runtime.local import LocalCluster
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
@@ -18,7 +19,7 @@ from whet_testing.three_steps import grouped_batch, stirred_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 Build = Callable[..., MegatronBackend]
-WITHOUT = ("test_config.py", "TestPlugin")
+WITHOUT = ("test_config.py", "test_generator_config.py", "TestPlugin", "test_fp8.py::test_")
 """Tests that need no Megatron."""
 
 
@@ -60,7 +61,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def build(cluster: LocalCluster, folders: Callable[..., Path], tmp_path: Path) -> Iterator[Build]:
+def place(cluster: LocalCluster) -> Callable[[int], WorkerGroup]:
+    """Return a function that returns a place on so many processes."""
+
+    def give(ranks: int) -> WorkerGroup:
+        given = cluster.worker_group(f"backend{ranks}", ranks)
+        if f"held{ranks}" not in holders(cluster):
+            holders(cluster)[f"held{ranks}"] = cluster.worker_group(f"held{ranks}", ranks).spawn(TARGET, {})
+        return given
+
+    return give
+
+
+@pytest.fixture
+def build(place: Callable[[int], WorkerGroup], folders: Callable[..., Path], tmp_path: Path) -> Iterator[Build]:
     """Return a function that builds a backend with sizes of parallel axes on so many ranks; 1 is in this process."""
     built: list[MegatronBackend] = []
 
@@ -69,13 +83,8 @@ def build(cluster: LocalCluster, folders: Callable[..., Path], tmp_path: Path) -
         **config: Any,
     ) -> MegatronBackend:  # fmt: skip
         made = MegatronConfig(**{"optimizer": OPTIMIZER, "parallel": ParallelConfig(**(sizes or {})), **config})
-        place = None
-        if ranks > 1:
-            place = cluster.worker_group(f"backend{ranks}", ranks)
-            if f"held{ranks}" not in holders(cluster):
-                holders(cluster)[f"held{ranks}"] = cluster.worker_group(f"held{ranks}", ranks).spawn(TARGET, {})
-        folder = model if isinstance(model, Path) else folders(model)
-        context = make_context(tmp_path / f"role-{len(built)}", "backend", folder, place, dtype=dtype)
+        folder, there = model if isinstance(model, Path) else folders(model), place(ranks) if ranks > 1 else None
+        context = make_context(tmp_path / f"role-{len(built)}", "backend", folder, there, dtype=dtype)
         built.append(MegatronBackend(made, context))
         return built[-1]
 

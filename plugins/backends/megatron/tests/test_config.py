@@ -7,15 +7,20 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+from attrs import evolve
 
+from whet.component import AdapterInfo
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
-from whet_megatron import architecture, layers
+from whet_megatron import architecture, layers, memory
 from whet_megatron.architecture import Family
 from whet_megatron.checks import problems as section_problems
 from whet_megatron.config import MegatronConfig, OptimizerConfig, facts, problems
+from whet_megatron.hooks import whet_check_config
 from whet_megatron.parallel import Grid, ParallelConfig, padded_rows
+from whet_training.experts import ExpertsConfig
+from whet_training.lora_config import LoraConfig
 from whet_training.ranks import members
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
@@ -70,6 +75,23 @@ def test_what_experts_do_not_allow_is_refused_by_its_key(sizes, ranks, path, wor
     assert words in found(sizes, ranks, ModelInfo("model", MIXED))[path]
 
 
+def test_options_of_experts_are_refused_for_a_dense_model():
+    experts, mixed = ExpertsConfig(z_loss=0.1, replay=True), ModelInfo("model", MIXED)
+    assert "the model has no experts" in found({}, 1, experts=experts)["experts.z_loss"]
+    assert not found({}, 1, mixed, experts=experts)
+    assert facts(MegatronConfig(experts=experts), mixed).columns_wanted == {"routed_experts"}
+    assert not facts(MegatronConfig(), mixed).columns_wanted
+
+
+def test_the_plan_says_how_experts_are_multiplied():
+    told = {how: facts(MegatronConfig(grouped_experts=how), ModelInfo("model", MIXED)).notes[1]
+            for how in ("auto", True, False)}  # fmt: skip
+    assert "at once with Transformer Engine" in told["auto"]
+    assert "multiplied at once (" in told[True]
+    assert "one after the other (" in told[False]
+    assert len(facts(MegatronConfig(), model()).notes) == 1
+
+
 def test_a_rank_with_padding_alone_is_refused():
     assert padded_rows(375, 2, 64) == 192
     assert "lower it" in found({"tensor": 4}, 4, vocabulary_multiple=128)["vocabulary_multiple"]
@@ -89,6 +111,9 @@ def test_a_rank_with_padding_alone_is_refused():
         ({"dtype": "float16"}, "computes in float16"),
         ({**MIXED, "mlp_only_layers": [0]}, "has dense layers among those with experts"),
         ({**MIXED, "num_experts_per_tok": 1}, "chooses one expert for each token"),
+        ({**MIXED, "num_experts_per_tok": 9}, "chooses 9 of 8 experts for each token"),
+        ({"num_key_value_heads": 3}, "has 8 heads, which its 3 key heads do not divide"),
+        ({"head_dim": 15}, "has heads of 15 values"),
     ],
     ids=str,
 )
@@ -107,7 +132,7 @@ def test_a_teacher_that_does_not_fit_is_refused_by_its_key(tmp_path):
 
     assert not teaching()
     assert "has a vocabulary of 400 tokens, the model that is trained 375" in teaching(vocab_size=400)
-    assert "which does not divide the model's 3 key heads (of the teacher)" in teaching(num_key_value_heads=3)
+    assert "which does not divide the model's 1 key heads (of the teacher)" in teaching(num_key_value_heads=1)
     assert "has the activation gelu" in teaching(hidden_act="gelu")
     assert "kl_forward" in facts(MegatronConfig(teacher=str(tmp_path)), model()).outputs_given
     with_teacher = held(MegatronConfig(teacher=str(tmp_path)), model(), 1)
@@ -145,14 +170,64 @@ def test_settings_that_exclude_each_other_are_refused():
         schedule=ScheduleConfig(warmup_ratio=0.1, warmup_steps=3),
         parallel=ParallelConfig(pipeline=2, virtual=2),
     )
-    paths = [problem.path for problem in section_problems(config, "backend")]
+    paths = [problem.path for problem in section_problems(config, "backend", gpus=0)]
     assert paths == [
         "backend.schedule.warmup_ratio", "backend.optimizer.groups.0.match", "backend.optimizer.groups.1.lr_factor",
         "backend.optimizer.overlap",
     ]  # fmt: skip
-    assert not list(section_problems(MegatronConfig(), "backend"))
+    assert not list(section_problems(MegatronConfig(), "backend", gpus=0))
+    apart = MegatronConfig(experts=ExpertsConfig(balance=0.1, balance_of="model", balance_over="micro-batch"))
+    (problem,) = section_problems(apart, "backend", gpus=0)
+    assert problem.path == "backend.experts.balance_of"
     with pytest.raises(ConfigError, match="tensr"):
         structure({"parallel": {"tensr": 2}}, MegatronConfig, None)
+
+
+def test_adapters_of_experts_and_targets_that_match_nothing_are_refused():
+    def asked(of=None, **lora):
+        return found({}, 1, of, lora=LoraConfig(**lora))
+
+    assert "none to experts: leave it out, or use: fsdp2" in asked(experts=True)["lora.experts"]
+    assert (
+        "'query' matches no linear layer but the head of Qwen3ForCausalLM" in asked(targets=("query",))["lora.targets"]
+    )
+    layers = "its layers have k_proj, o_proj, q_proj, v_proj"  # experts are none of them
+    assert layers in asked(ModelInfo("model", MIXED), targets=("up_proj",))["lora.targets"]
+    assert not asked(targets=("q_proj", r"model\.layers\.[0-3]\..*"))
+
+
+def test_an_adapter_has_its_facts_and_takes_the_memory_of_the_rest_away():
+    config, sizes = MegatronConfig(lora=LoraConfig(rank=4), reference=True), ParallelConfig(pipeline=2)
+    made = facts(config, model())
+    assert made.adapter == AdapterInfo(4, 16.0)
+    assert {"policy", "reference", "base", "trial"} <= made.weights_given
+    terms = {term.what: term.bytes for term in made.memory(1, True)}
+    assert terms == {
+        "weights in float32, which compute": 4 * held_parameters(config),
+        "the adapter and its moments in float32": 12 * ADAPTER,
+        "gradients of the adapter in float32": 4 * ADAPTER,
+    }
+    staged = {term.what: term.bytes for term in facts(evolve(config, parallel=sizes), model()).memory(2, True)}
+    assert staged["gradients of the adapter in float32"] == 2 * ADAPTER
+
+
+ADAPTER = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+"""Rank 4, in 4 layers: queries and outputs, keys and values, and the feed-forward layer."""
+
+
+def held_parameters(config):
+    return sum(memory.held(config.parallel, architecture.read(model()), config.vocabulary_multiple))
+
+
+def test_what_is_wrong_with_an_adapter_by_itself_is_refused_by_its_key():
+    def sections(sync_every=0, **lora):
+        section = SimpleNamespace(config=MegatronConfig(lora=LoraConfig(**lora)))
+        roles = {"teacher": SimpleNamespace(component=section, sync_every=sync_every)}
+        return [one.path for one in whet_check_config(SimpleNamespace(backend=section, roles=roles))]
+
+    assert sections(targets=("(",)) == ["backend.lora.targets.0", "roles.teacher.lora.targets.0"]
+    assert sections(export="adapter", sync_every=1) == ["backend.lora.export"]
+    assert not sections(export="adapter")
 
 
 def held(config, of, ranks, trained=True):

@@ -7,6 +7,7 @@ from whet_megatron.config import MegatronConfig, OptimizerConfig, facts
 from whet_megatron.parallel import ParallelConfig
 from whet_testing.contracts.backend import BackendContract
 from whet_testing.contracts.component import MODEL, ComponentContract
+from whet_training.lora_config import LoraConfig
 
 CONFIG = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), reference=True)
 SPLIT = MegatronConfig(
@@ -29,6 +30,12 @@ class TestMegatron(BackendContract):
 
     def facts(self) -> BackendFacts:
         return facts(self.config, MODEL)
+
+
+@pytest.mark.slow
+class TestMegatronWithAnAdapter(TestMegatron):
+    adapters = True
+    config = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4))
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
-"""A resources server of NeMo Gym on the loopback address: a counter for each session, and what servers do wrong."""
+"""Servers as NeMo Gym's on the loopback address: a counter for each session, an agent, and what servers do wrong."""
 
 import asyncio
 import json
 import re
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from whet_testing.http_server import served
@@ -17,7 +19,8 @@ TOOLS = [
         "type": "function", "name": "increment_counter", "description": "Add to the counter.", "strict": True,
         "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]},
     },
-    {"type": "function", "name": "get_counter_value", "parameters": {"type": "object", "properties": {}}},
+    {"type": "function", "name": "get_counter_value", "strict": True,
+     "parameters": {"type": "object", "properties": {}}},
 ]  # fmt: skip
 MANDATORY = ("id", "object", "created_at", "model", "output", "parallel_tool_calls", "tool_choice", "tools")
 
@@ -106,6 +109,66 @@ TROUBLES: dict[str, tuple[int, str]] = {
     "rewards a component with infinity": (200, '{"reward": 1, "reward_components": {"a": Infinity}}'),
     "has components that are a list": (200, '{"reward": 1, "reward_components": [1]}'),
 }
+
+
+class AgentServer:
+    """An agent server as NeMo Gym's `simple_agent`: it seeds, asks the model, runs the tools, and has it verified.
+
+    `trouble` is what it does wrong.
+    """
+
+    def __init__(self, resources: str) -> None:
+        self.url, self.trouble, self.resources = "", "", resources
+        self.model = f"http://127.0.0.1:{free_port()}"
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        record = await request.json()
+        if "expected_count" not in record:
+            return web.json_response({"detail": "expected_count: field required"}, status=422)
+        if self.trouble == "plays alone":
+            return web.json_response({**record, "response": {}, "reward": 1.0})
+        if self.trouble == "drops the metadata":
+            del record["responses_create_params"]["metadata"]
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
+            try:
+                return web.json_response(await self._played(client, record))
+            except (RuntimeError, aiohttp.ClientError) as error:
+                return web.json_response(repr(error), status=500)
+
+    async def _played(self, client: aiohttp.ClientSession, record: dict[str, Any]) -> Any:
+        async def posted(url: str, body: Any) -> Any:
+            async with client.post(url, json=body) as reply:
+                if not reply.ok:
+                    raise RuntimeError(f"{url} answers {await reply.text()}")
+                return await reply.json()
+
+        await posted(f"{self.resources}/seed_session", record)
+        params, items = record["responses_create_params"], list[Any]()
+        while True:
+            asked = {**params, "input": params["input"] + items}
+            found = await posted(f"{self.model}/v1/responses", asked)
+            items += found["output"]
+            calls = [item for item in found["output"] if item["type"] == "function_call"]
+            if found["incomplete_details"] or not calls:
+                return await posted(f"{self.resources}/verify", {**record, "response": {**found, "output": items}})
+            for call in calls:
+                answer = await posted(f"{self.resources}/{call['name']}", json.loads(call["arguments"]))
+                items.append({"type": "function_call_output", "call_id": call["call_id"], "output": json.dumps(answer)})
+
+
+def free_port() -> int:
+    """Return a port at which nothing listens now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving_agent(agent: AgentServer) -> Iterator[AgentServer]:
+    """Run an agent server in a thread."""
+    with served([web.post("/run", agent.run)]) as agent.url:
+        yield agent
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from whet.data.records import Completion, Request, Sampling
+from whet_generation.stopping import StopStrings
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model
-from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
 from whet_start.small_models import make_model
 

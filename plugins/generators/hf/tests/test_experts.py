@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from whet.data.model_info import read_model
 from whet.data.records import Sampling
 from whet.errors import WeightSyncError, WhetError
+from whet_generation.stopping import StopStrings
 from whet_hf.config import HfConfig
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.facts import facts
 from whet_hf.loading import choose_decoder, load_model, take_weights
-from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
 from whet_weights.stored_names import StoredNames
 

@@ -224,7 +224,7 @@ def events(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-def play(agent: Agent, generator: Any, chat: Any = None, **section: Any) -> Episode:
+def play(agent: Agent, generator: Any, chat: Any = None, max_context: int = 0, **section: Any) -> Episode:
     class Foreign:
         reward_weights: Mapping[str, float] = {}
 
@@ -242,7 +242,9 @@ def play(agent: Agent, generator: Any, chat: Any = None, **section: Any) -> Epis
     assignment = Assignment(Route("foreign", Foreign(), "train"), Task("hello"), 3, 7)
     endpoints = InstalledEndpoints(EndpointSection(**section), extras=frozenset({"progress", "likeliest"}))
     sampling = Sampling(max_tokens=300)
-    player = make_player(generator, chat, sampling=sampling, endpoints=endpoints, deadline_seconds=60.0)
+    player = make_player(
+        generator, chat, sampling=sampling, endpoints=endpoints, deadline_seconds=60.0, max_context=max_context
+    )
     return asyncio.run(player.episode(assignment, 0))
 
 
@@ -279,6 +281,40 @@ def test_an_agent_of_nemo_gym_plays_with_the_key_in_its_path_and_reads_the_token
     assert tokens[: len(first[0] + first[1])] == first[0] + first[1]
     assert np.allclose(first[2] + second[2], one.logprobs[one.loss_mask], atol=1e-6)
     assert other.tokens[other.loss_mask].tolist() == alt("yes")
+
+
+def test_an_agent_of_nemo_gym_plays_with_the_key_in_its_metadata_and_nowhere_else() -> None:
+    async def agent(client: Client) -> None:
+        key = client.address.api_key
+        for metadata, status in (({"whet_key": key, "own": "1"}, 200), ({"whet_key": "0.x"}, 401), ({}, 401)):
+            found, _, _ = await client.post("/responses", {"input": "hi", "metadata": metadata}, {}, "/v1")
+            assert found == status
+        status, _, _ = await client.post("/chat/completions", {"messages": HELLO, "metadata": {"whet_key": key}}, {})
+        assert status == 401, "only the Responses dialect is theirs"
+        for body in ([], "x", {"metadata": 3}, {"metadata": {"whet_key": 3}}):
+            assert (await client.post("/responses", body, {}))[0] == 401
+        wrong = {"Authorization": "Bearer 0.x"}
+        assert (await client.post("/responses", {"input": "hi", "metadata": {"whet_key": key}}, wrong))[0] == 401
+
+    (one,) = play(agent, FakeGenerator(["yes"])).trajectories
+    assert one.loss_mask.sum() == len("yes") + 1
+
+
+def test_an_agent_of_nemo_gym_gets_an_incomplete_response_where_the_context_is_full() -> None:
+    """Any other agent gets an error. Theirs would fail with it, and nothing would be verified."""
+
+    async def agent(client: Client) -> None:
+        body = {"input": "hello" * 20, "metadata": {"whet_key": client.address.api_key}}
+        status, found, _ = await client.post("/responses", body, {}, "/v1")
+        assert (status, found["status"]) == (200, "incomplete")
+        assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [item["content"][0]["text"] for item in found["output"]] == [""]
+        status, found, _ = await client.post("/responses", {"input": "hello" * 20})
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await client.post("/responses", {"input": "hi"}))[0] == 200
+
+    (one,) = play(agent, FakeGenerator(["yes"]), max_context=60).trajectories
+    assert one.loss_mask.sum() == len("yes") + 1
 
 
 def test_a_conversation_is_continued_by_the_id_of_its_last_response() -> None:

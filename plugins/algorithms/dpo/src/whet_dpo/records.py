@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.messages import conversation
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
 from whet_data.preferences import answered, encode_pair
+from whet_data.turns import conversation_of, with_fields
 from whet_dpo.config import DpoConfig, KtoConfig, reads_response_mask
 from whet_dpo.loss_config import RESPONSE
 
@@ -62,8 +62,9 @@ def encode_labelled(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[s
         )
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise DataError(f"the label is {label!r:.40}, wanted true (desirable) or false")
-    asked = conversation(prompt)
-    found = chat.training(answered(asked, completion), first=len(asked))
+    asked = conversation_of(prompt)
+    whole = answered(asked, completion)
+    found = with_fields(record, chat, whole).training(whole, first=len(asked))
     return [
         {
             "tokens": found.tokens,

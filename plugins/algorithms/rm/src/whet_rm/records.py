@@ -15,6 +15,7 @@ from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet.rollout.scorer import whole
 from whet_data.preferences import pair_conversations
+from whet_data.turns import with_fields
 from whet_rm.config import MARGIN, RmConfig, reads_margin
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def encode(
     record's margin as a column. Raises `DataError` saying what the record lacks.
     """
     chosen, rejected, _ = pair_conversations(record, names)
+    chat = with_fields(record, chat, chosen, rejected)
     found = [chat.training(one).tokens for one in (chosen, rejected)]
     prompt = _common(*found)
     further = {MARGIN: _margin(record, names.get(MARGIN, MARGIN))} if margin else {}

@@ -13,8 +13,6 @@ def problems(config: Fsdp2Config, path: str) -> Iterator[Problem]:
     """Yield the problems of a section that stands at `path`."""
     yield from schedule.problems(config.schedule, f"{path}.schedule")
     yield from _optimizer(config.optimizer, f"{path}.optimizer")
-    for number, target in enumerate(config.lora.targets if config.lora else ()):
-        yield from weight_groups.pattern_problems(target, f"{path}.lora.targets.{number}")
 
 
 def _optimizer(optimizer: OptimizerConfig, path: str) -> Iterator[Problem]:

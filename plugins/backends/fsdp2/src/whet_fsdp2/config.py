@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, min_len, optional
+from attrs.validators import deep_iterable, optional
 
-from whet.component import AdapterInfo, BackendFacts, MemoryTerm
+from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
+from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
+from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 
@@ -70,61 +72,6 @@ class OptimizerConfig:
     """Options of `kind: muon`."""
     groups: tuple[WeightGroup, ...] = ()
     """Weights with a learning rate or weight decay of their own. Each pattern must match a weight."""
-
-
-@frozen
-class ExpertsConfig:
-    """Options of mixtures of experts. Dense models ignore them, except that `record` and `replay` are refused."""
-
-    balance: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of the load-balancing loss in the objective: E * sum over experts of f * P, f the share of tokens that an
-    expert gets (they add up to the number of chosen experts), P its mean probability (Fedus et al. 2021,
-    arXiv:2101.03961, equations 4 to 6). 0.001 to 0.01 is usual."""
-    balance_over: Literal["batch", "micro-batch"] = "batch"
-    """Tokens over which f and P are taken. `batch`: all tokens of the optimizer step on all ranks (Qiu et al. 2025,
-    arXiv:2501.11873), which does not depend on micro-batches, layout or ranks. It needs f before the first backward
-    pass: with several micro-batches, a forward pass without gradient counts it, unless a replay has it. `micro-batch`:
-    each micro-batch by itself, and the mean over micro-batches, as in `transformers` and Megatron."""
-    balance_of: Literal["layer", "model"] = "layer"
-    """`layer`: the mean of the losses of the layers. `model`: expert i of all layers counts as one expert, as in
-    `load_balancing_loss_func` of `transformers`."""
-    z_loss: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of the router z-loss: the mean over tokens and layers of logsumexp(router logits)^2 (Zoph et al. 2022,
-    arXiv:2202.08906, equation 5). 0.001 is usual."""
-    record: bool = False
-    """Ask the generator for the experts that it chooses (column `routed_experts`), and report as
-    `routing/disagreement` how often the trainer chooses others."""
-    replay: bool = False
-    """Compute with the experts that the generator chose, in training and in scores of the policy (routing replay:
-    arXiv:2507.18071, section 5.3, and R3, arXiv:2510.11370). Their weights come from the trainer's own router. Where
-    nothing is recorded, the router chooses. Implies `record`."""
-
-
-@frozen
-class LoraConfig:
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): the weights W of the model are frozen, and W + s B A is trained, where A
-    and B are two small matrices.
-    """
-
-    rank: int = field(default=8, validator=between(1, 65_536))
-    """Rows of A and columns of B. More can learn more, and take more memory."""
-    alpha: float = field(default=16.0, validator=above(0, FACTOR))
-    """The scaling s is alpha / rank."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank), so that the size of updates does not fall with the rank (Kalajdzievski 2023,
-    arXiv:2312.03732)."""
-    targets: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
-    """Linear layers that get an adapter: names such as `q_proj`, which stand for all layers whose name ends so, or
-    regular expressions for whole names in `transformers`, e.g. `.*layers\\.[0-3]\\..*`. Empty: all linear layers of the
-    decoder layers. The head gets none."""
-    experts: bool = False
-    """Whether the weights of experts that are stacked in one tensor get adapters, too."""
-    adapter: str = field(default="", metadata={"path": True})
-    """Folder of an adapter in PEFT's format to start from. It must have the same rank, alpha and targets. The reference
-    policy then has this adapter. Empty: A is random and B is zero."""
-    export: Literal["merged", "adapter"] = "merged"
-    """What an export is. `merged`: a model folder with the adapter added to the weights. `adapter`: the adapter alone,
-    in PEFT's format."""
 
 
 @frozen
@@ -189,7 +136,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         forkable=True,
         sleeps=("cpu", "cuda"),
         forecast=forecast(config, model) if model.parameters else None,
-        columns_wanted=frozenset({"routed_experts"} if config.experts.record or config.experts.replay else ()),
+        columns_wanted=config.experts.columns,
     )
 
 
@@ -207,12 +154,6 @@ def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
     wanted = config.parallel
     shards = max(1, ranks // (wanted.tensor * wanted.context * wanted.replicate))
     return Sizes(shards, wanted.tensor, wanted.context, wanted.expert, wanted.replicate)
-
-
-def adapter_info(config: LoraConfig) -> AdapterInfo:
-    """Return what a receiver must know of the adapter."""
-    kinds = ("linear", "experts") if config.experts else ("linear",)
-    return AdapterInfo(config.rank, config.alpha, config.rslora, kinds)
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
@@ -274,23 +215,6 @@ def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]
         yield "Muon's momentum in float32", 4 * matrices
     of = " of the other weights" if matrices else ""
     yield f"AdamW's two moments{of} in float32", 8 * (model.parameters - matrices)
-
-
-def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
-    """Return the number of parameters of an adapter of all linear layers of a decoder, estimated from its config.
-    Stacked experts count, others do not. 0: the adapter is of other layers, or the config does not state their sizes.
-    """
-    found = model.config.get("text_config") or model.config
-    hidden, mlp, heads = (found.get(key) or 0 for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-    if config.targets or not (hidden and mlp and heads):
-        return 0
-    head = found.get("head_dim") or hidden // heads
-    attention = 4 * hidden + 2 * head * (heads + (found.get("num_key_value_heads") or heads))
-    feed_forward = 3 * (hidden + mlp)
-    if model.experts:  # two stacked weights: gate and up in one, and down
-        one = found.get("moe_intermediate_size") or mlp
-        feed_forward = model.experts * (2 * hidden + 3 * one) if config.experts else 0
-    return int(config.rank * found.get("num_hidden_layers", 0) * (attention + feed_forward))
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:

@@ -20,7 +20,7 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import adapter_files, attention, checkpoint
+from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
@@ -34,6 +34,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_memory.measure import PeakMeter
+from whet_training import adapter_files
 from whet_training.export import copy_companions, set_padding, write_weights
 from whet_training.heads import read_teacher
 from whet_training.layout import Layout
@@ -200,7 +201,8 @@ class HeldModels:
 
     def _write_adapter(self, folder: str) -> None:
         if self._adapters is not None and self._first:
-            adapter_files.write(Path(folder), self._adapters, self._info.path, self._base)
+            adapters, model = self._adapters, self._info.path
+            adapter_files.write(Path(folder), dict(adapters.stored()), adapters.peft_config(model), self._base)
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -238,7 +240,7 @@ class HeldModels:
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._state()["weights"]})
         self._stepper.refuse_others(saved)
         if self._adapters is not None:
-            adapter_files.read(Path(folder), self._adapters, self._info.path, self._base)
+            adapter_files.read(Path(folder), self._adapters.put, self._info.path, self._base)
         away = self._stepper.masters_away
         for kind, tensors in self._state().items():
             saved.read_into((f"{kind}/{n}", tensor) for n, tensor in tensors if kind != "weights" or n not in away)

@@ -7,6 +7,7 @@ from whet.component import Component, Problem
 from whet.config.sections import Config
 from whet_fsdp2.checks import problems
 from whet_fsdp2.config import Fsdp2Config
+from whet_training import lora_config
 
 
 @hookimpl
@@ -29,10 +30,4 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
     for path, section in sections.items():
         if isinstance(section.config, Fsdp2Config):
             yield from problems(section.config, path)
-    lora = config.backend.config.lora if isinstance(config.backend.config, Fsdp2Config) else None
-    for name, role in config.roles.items() if lora and lora.export == "adapter" else ():
-        if role.sync_every:
-            words = (
-                f"is adapter, and the role {name} continues from exports, which must be whole models; set it to merged"
-            )
-            yield Problem("backend.lora.export", words)
+            yield from lora_config.problems(section.config.lora, config, f"{path}.lora")

@@ -76,6 +76,8 @@ def load_model(
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else a padding token that is part of a sequence would have no gradient
     return model.eval()
 
 

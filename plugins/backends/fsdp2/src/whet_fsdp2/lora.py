@@ -9,41 +9,27 @@ manages them. Each rank computes the gradient of the part that it uses: its batc
 A, its experts. The other parts are zero, so the gradient is the sum over all ranks, whatever the parallelism.
 """
 
-import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.data import randomness
-from whet.errors import ConfigError, WhetError
-from whet_fsdp2.config import LoraConfig, adapter_info
-from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Pair, Slice, slice_of, wrap
+from whet.errors import ConfigError
+from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Slice, slice_of, wrap
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import full
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
+from whet_training.lora import VALUE_HEAD, AdapterSets, drawn_a, read_start, refuse_others
+from whet_training.lora_config import LoraConfig, chosen
 from whet_weights import adapter as peft
 
-Pairs = Mapping[str, Pair]
-"""By the name of the weight."""
-TRIAL_SIZE = 0.3
-"""Root mean square of a trial's update of a weight, times the root of the number of its inputs. The weights of trained
-models have about 1, so a trial changes every layer clearly and breaks none."""
-VALUE_HEAD = "score"
 
-
-class Adapters:
+class Adapters(AdapterSets):
     """The adapters of a model, and with a value head, the head: everything that is trained."""
-
-    SETS = ("policy", "reference", "base", "trial")
-    """The sets of weights that the model computes with; see `using`."""
 
     def __init__(self, model: Any, config: LoraConfig, seed: int, head: str = "lm") -> None:
         """Freeze the model, and add an adapter to each target. Call it before layers are sharded or wrapped.
@@ -51,15 +37,12 @@ class Adapters:
         Raises `ConfigError` if a target matches nothing.
         """
         model.requires_grad_(False)
-        self.info, self._config, self._seed = adapter_info(config), config, seed
-        self.scaling = self.info.scaling
-        self.pairs: dict[str, Pair] = {}
+        super().__init__(config, seed)
         self.slices: dict[str, Slice] = {}
         """The parts of weights that tensor or expert parallelism has left on this rank."""
         self._modules: dict[str, str] = {}
         """The module of PEFT's names, by the name of the weight."""
         self._transposed: set[str] = set()
-        self._chosen: Pairs | None = self.pairs
         self.linears = find_linears(model, config.targets)
         self.experts = find_experts(model) if config.experts else {}
         if config.experts and not self.experts:
@@ -80,8 +63,7 @@ class Adapters:
         self.head: nn.Parameter | None = self._free_head(model) if head == "value" else None
         if config.adapter:
             self._load_start(Path(config.adapter))
-        kept = self.pairs if config.adapter else {}
-        self._start = {weight: (a.detach().clone(), b.detach().clone()) for weight, (a, b) in kept.items()}
+        self._remember_start()
 
     def _add(self, weight: str, module: str, tensor: Tensor, transposed: bool = False) -> Slice | None:
         """Make the adapter of a weight. Returns the part of the weight that this rank holds."""
@@ -93,13 +75,8 @@ class Adapters:
             shape = [shape[0], shape[2], shape[1]]
         *experts, out, size = shape
         self._modules[weight] = module
-        draw = randomness.generator(self._seed, f"lora {weight}")
-        bound = 1 / math.sqrt(size)  # kaiming_uniform_(a=sqrt(5)), as in PEFT
-        a = draw.uniform(-bound, bound, (*experts, self.info.rank, size)).astype(np.float32)
-        self.pairs[weight] = (
-            nn.Parameter(torch.from_numpy(a)),
-            nn.Parameter(torch.zeros(*experts, out, self.info.rank)),
-        )
+        a = drawn_a(self._seed, weight, (*experts, self.info.rank, size))
+        self.pairs[weight] = nn.Parameter(a), nn.Parameter(torch.zeros(*experts, out, self.info.rank))
         return part
 
     def _free_head(self, model: Any) -> nn.Parameter:
@@ -138,39 +115,6 @@ class Adapters:
             found[f"{VALUE_HEAD}.weight"] = self.head
         return found
 
-    # Which of several sets of adapters computes
-
-    @contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        """Compute with other adapters meanwhile.
-
-        `policy`: those in training. `reference`: those at the start of the run. `base`: none. `trial`: random ones.
-        """
-        before, self._chosen = self._chosen, self._set(weights)
-        try:
-            yield
-        finally:
-            self._chosen = before
-
-    def at(self, weight: str) -> Pair | None:
-        """Return the adapter of a weight. None: the model computes without adapters."""
-        return None if self._chosen is None else self._chosen[weight]
-
-    def _set(self, weights: str) -> Pairs | None:
-        if weights == "trial":
-            return {weight: self._trial(weight, *pair) for weight, pair in self.pairs.items()}
-        if weights == "reference":  # without a start of its own, B is zero
-            return self._start if self._config.adapter else None
-        return self.pairs if weights == "policy" else None
-
-    def _trial(self, weight: str, a: Tensor, b: Tensor) -> Pair:
-        """Return random matrices whose update of a weight has the size `TRIAL_SIZE`."""
-        draw, bound = randomness.generator(self._seed, f"lora trial {weight}"), 1 / math.sqrt(a.shape[-1])
-        size = TRIAL_SIZE * math.sqrt(3 / self.info.rank) / self.info.scaling
-        drawn = draw.uniform(-bound, bound, a.shape), size * draw.standard_normal(b.shape)
-        first, second = (torch.from_numpy(matrix.astype(np.float32)).to(a.device) for matrix in drawn)
-        return first, second
-
     # As PEFT has them
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
@@ -187,15 +131,7 @@ class Adapters:
         those of this model.
         """
         targets = {peft.PREFIX + name: parameter for name, parameter in self.parameters().items()}
-        if odd := sorted(targets.keys() ^ tensors.keys()):
-            how = f"lacks {odd[0]}" if odd[0] in targets else f"holds {odd[0]}, which backend.lora does not train"
-            words = "set backend.lora.targets and backend.lora.experts to those of the adapter"
-            raise WhetError(f"{source} {how}; {words}")
-        for name, parameter in targets.items():
-            wanted, found = peft.stored(name, parameter).shape, tensors[name]
-            if found.shape != wanted or not torch.isfinite(found).all():
-                shape = list(found.shape)
-                raise WhetError(f"{source}: {name} has shape {shape}, wanted {list(wanted)} and finite values")
+        refuse_others({name: peft.stored(name, one).shape for name, one in targets.items()}, tensors, source)
         for name, parameter in targets.items():
             found = tensors[name]
             whole = peft.stacked(name, found, len(parameter)) if parameter.ndim == 3 else found
@@ -207,16 +143,7 @@ class Adapters:
         return peft.peft_config(self.info, base, self.linears, parameters, [VALUE_HEAD] * (self.head is not None))
 
     def _load_start(self, folder: Path) -> None:
-        config, tensors = peft.read_peft(folder)
-        for key, found, wanted in (
-            ("rank", config["r"], self.info.rank),
-            ("alpha", config["lora_alpha"], self.info.alpha),
-            ("rslora", bool(config.get("use_rslora")), self.info.rslora),
-        ):
-            if found != wanted:
-                raise ConfigError(
-                    f"backend.lora.{key}: is {wanted}, and the adapter {folder} has {found}; set it to that"
-                )
+        tensors = read_start(folder, self.info)
         if self.head is not None:
             tensors.setdefault(f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach())
         self.put(tensors, f"backend.lora.adapter: {folder}")
@@ -292,8 +219,7 @@ class AdapterWeights(PolicyWeights):
 def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     """Return the linear layers to adapt, by name: all in the decoder layers, or those that a target matches.
 
-    A target is the name of a layer or the end of it after a dot, or a regular expression for the whole name. Raises
-    `ConfigError` if one matches none.
+    Raises `ConfigError` if a target matches none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
     layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
@@ -302,17 +228,7 @@ def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in heads}
     if not targets:
         return {name: module for name, module in linears.items() if id(module) in inside}
-    found: dict[str, nn.Linear] = {}
-    for number, target in enumerate(targets):
-        hits = {n: m for n, m in linears.items() if f".{n}".endswith(f".{target}") or re.fullmatch(target, n)}
-        if not hits:
-            some = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-            raise ConfigError(
-                f"backend.lora.targets.{number}: {target!r} matches no linear layer but the head of "
-                f"{type(model).__name__}; its layers have {some}"
-            )
-        found |= hits
-    return {name: module for name, module in linears.items() if name in found}
+    return {name: linears[name] for name in chosen(targets, linears, type(model).__name__)}
 
 
 def find_experts(model: Any) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:

@@ -14,8 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-Pair = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r] of one weight; of stacked weights [E, r, in] and [E, out, r]."""
+from whet_training.lora import Pair
 
 
 class Chosen(Protocol):

@@ -108,7 +108,8 @@ class Worker(HeldModels, LossWorker):
                 yield
 
         live = bool(torch.as_tensor(loss.live(self._tensors(batch))).any()) if batch.sequences else False
-        return self._experts.begin(batch, len(self._plan(batch)), live, passes())
+        parts = sum(chosen is not None for chosen in self._plan(batch))
+        return self._experts.begin(batch, parts, live, passes())
 
     def _backward(self, objective: Tensor, outputs: Mapping[str, Tensor]) -> None:
         if not objective.requires_grad:

@@ -147,8 +147,22 @@ def refusals(model: ModelInfo) -> Iterator[str]:
                if not config.get(key)]  # fmt: skip
     if missing:
         yield f"has a config.json without {', '.join(missing)}"
+    yield from _count_problems(model)
     if model.dtype not in ("float32", "bfloat16"):
         yield f"computes in {model.dtype} (model.dtype); this backend computes in float32 or bfloat16"
+
+
+def _count_problems(model: ModelInfo) -> Iterator[str]:
+    """Yield numbers of a config that contradict each other: Megatron fails in the first step, or computes nonsense."""
+    heads, keys = int(model.config.get("num_attention_heads") or 1), model.kv_heads
+    if keys and heads % keys:
+        yield f"has {heads} heads, which its {keys} key heads do not divide (num_key_value_heads)"
+    size = int(model.config.get("head_dim") or (model.config.get("hidden_size") or 0) // heads)
+    if size % 2:
+        yield f"has heads of {size} values, and rotary positions turn pairs of them (head_dim)"
+    chosen = int(model.config.get("num_experts_per_tok") or 0)
+    if model.experts and chosen > model.experts:
+        yield f"chooses {chosen} of {model.experts} experts for each token (num_experts_per_tok)"
 
 
 def _rope(config: Config) -> Mapping[str, Any]:

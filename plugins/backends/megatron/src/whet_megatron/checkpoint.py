@@ -2,6 +2,7 @@
 
     backend.json            the backend, the architecture, optimizer steps
     megatron/               Megatron's: each rank writes the parts of tensors that it holds
+    adapter_*               where adapters are trained: these, in PEFT's format, in the place of the weights
 
 It loads on any number of ranks and with any parallelism: each rank reads the parts that it needs.
 """
@@ -22,6 +23,7 @@ from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.parts import load_parts
 from whet_megatron.saving import INDEX, TENSORS, Planned, plan
+from whet_training import adapter_files
 
 FORMAT = 1
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -35,6 +37,7 @@ def planned(folder: Path, model: HeldModel, stepper: Stepper) -> Planned:
         "backend": "megatron",
         "architecture": attrs.asdict(model.architecture),
         "value": model.value,
+        "adapter": _adapter(model),
         "optimizer_steps": stepper.steps,
     }
     with _quietly():
@@ -58,13 +61,18 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     document = _document(folder)
     _refuse_others(folder, document, model)
     read_index(folder / TENSORS)
+    adapter = {}
+    if model.adapters is not None:
+        adapter = adapter_files.read(folder, model.adapters.refuse_others, model.path, model.base)
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():
             found = load_parts(state, folder / TENSORS)
     except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
-    for number, stage in enumerate(model.weights.stages):
+    if model.adapters is not None:
+        model.adapters.put(adapter)
+    for number, stage in enumerate(model.weights.stages if model.adapters is None else ()):
         stage.load_state_dict(found[_key(number)], strict=True)
     stepper.load(found["optimizer"], int(document["optimizer_steps"]))
 
@@ -72,10 +80,20 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
 def _state(model: HeldModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
     """Return what this rank holds, as Megatron describes it in a checkpoint."""
     metadata = dict(METADATA)  # Megatron adds its groups, which end with the role
+    if model.adapters is not None:  # they are in PEFT's format, and the model is not saved
+        return {"optimizer": stepper.sharded_state(model.adapters.sharded(), metadata, loading=loading)}
     stages = enumerate(model.weights.stages)
     state: dict[str, Any] = {_key(number): stage.sharded_state_dict(metadata=metadata) for number, stage in stages}
     state["optimizer"] = stepper.sharded_state(dict(state), metadata, loading=loading)
     return state
+
+
+def _adapter(model: HeldModel) -> dict[str, Any] | None:
+    """Return what a checkpoint says of the adapters. None: all weights are trained."""
+    if model.adapters is None:
+        return None
+    info = model.adapters.info
+    return {"rank": info.rank, "alpha": info.alpha, "rslora": info.rslora, "layers": len(model.adapters.targets)}
 
 
 def _key(number: int) -> str:
@@ -104,9 +122,9 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> None:
     """Raise `CheckpointError`, with the differences, if a checkpoint is of another model."""
-    wanted = {**attrs.asdict(model.architecture), "value": model.value}
+    wanted = {**attrs.asdict(model.architecture), "value": model.value, "adapter": _adapter(model)}
     saved = document.get("architecture")
-    found = {**(saved if isinstance(saved, dict) else {}), "value": document.get("value")}
+    found = {**(saved if isinstance(saved, dict) else {}), **{key: document.get(key) for key in ("value", "adapter")}}
     wrong = [f"{key} is {found.get(key)}, the model has {value}" for key, value in wanted.items()
              if found.get(key) != value]  # fmt: skip
     if wrong:

@@ -13,12 +13,18 @@ from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
 from whet.errors import ConfigError
-from whet_megatron import memory, parallel
-from whet_megatron.architecture import read, refusals
+from whet_megatron import fp8, memory, parallel
+from whet_megatron.architecture import family, read, refusals
+from whet_megatron.fp8 import Fp8Config
+from whet_megatron.lent import TRANSPORT
+from whet_megatron.lora_targets import linears
 from whet_megatron.parallel import ParallelConfig
+from whet_memory.case import Forecast
+from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
+from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters, unmatched
 from whet_training.schedule import ScheduleConfig
-from whet_training.weight_groups import WeightGroup
+from whet_training.weight_groups import WeightGroup, pattern_problems
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -56,6 +62,14 @@ class MegatronConfig:
     """The learning rate over optimizer steps."""
     parallel: ParallelConfig = attrs.Factory(ParallelConfig)
     """How ranks share the model."""
+    experts: ExpertsConfig = attrs.Factory(ExpertsConfig)
+    """Options of mixtures of experts."""
+    grouped_experts: bool | Literal["auto"] = "auto"
+    """Multiply the matrices of all experts of a rank at once (`moe_grouped_gemm`), which is faster where there are many
+    small ones. `auto`: where the layers are Transformer Engine's, which has a kernel for it. With `layers: test` it
+    saves no time. Weights and checkpoints are the same."""
+    fp8: Fp8Config | None = None
+    """Compute the matrix products of layers in FP8, by Transformer Engine on GPUs. null: in the model's dtype."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
@@ -78,8 +92,11 @@ class MegatronConfig:
     """Folder of a checkpoint in the format `torch_dist`, of Megatron-LM or another user of Megatron Core. The run
     begins with its weights in place of those in `model.path`, which gives config and tokenizer. Any parallelism may
     have written it. Its optimizer is not read, and nothing that it holds is run: an index with code is refused."""
+    lora: LoraConfig | None = None
+    """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
-    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
+    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference. With
+    `lora` there is no copy: the reference is the model without its adapter."""
     teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
     """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary. Both
     models must have the same vocabulary, and the sizes of `parallel` must divide both."""
@@ -92,31 +109,60 @@ class MegatronConfig:
 def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, what does not divide, and the memory of one rank."""
     fits = not any(refusals(model))
+    held = {"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}
     return BackendFacts(
         outputs_given=outputs_of(config.head, config.teacher),
-        weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
+        weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
+        adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
         senders=config.parallel.senders,
-        transports=("shared", "broadcast", "shared-memory", "disk"),
+        transports=(TRANSPORT, "shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
-        imports=("whet_megatron.worker",),
+        imports=("whet_megatron.worker", "whet_megatron.ahead"),
+        forkable=True,
         sleeps=("cpu", "cuda"),
-        notes=(layers_note(config),),
+        notes=tuple(notes(config, model)),
+        packages=(fp8.ENGINE,) if config.fp8 or config.layers == "transformer-engine" else (),
+        columns_wanted=config.experts.columns,
+        forecast=forecast(config, model) if fits and config.lora is None else None,
     )
 
 
+def forecast(config: MegatronConfig, model: ModelInfo) -> Forecast:
+    """Return how the peaks of a rank are predicted."""
+    from whet_megatron.forecast import formulas, savings, sizes_of
+
+    settings, sizes = attrs.asdict(config), partial(sizes_of, config)
+    return Forecast(settings, model, formulas, config.micro_batch_tokens, savings=savings, sizes=sizes)
+
+
 def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Yield the memory of one rank; see `whet_megatron.memory`."""
-    copies, multiple = 1 + config.reference, config.vocabulary_multiple
+    """Yield the memory of one rank of the fullest stage; see `whet_megatron.memory`."""
+    lora = config.lora if trained else None
+    copies, multiple = 1 + (config.reference and lora is None), config.vocabulary_multiple
     yield from memory.terms(
         config.parallel, read(model), model.dtype, ranks, copies, multiple,
-        sharded=config.optimizer.distributed, trained=trained,
+        sharded=config.optimizer.distributed, trained=trained and lora is None, value=config.head == "value",
     )  # fmt: skip
+    if lora is not None:
+        yield from memory.adapter(config.parallel, adapter_parameters(lora, model))
     if config.teacher:  # one that is not here counts as large as the trained model
         found = teacher_of(config, model)
         held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)
         yield MemoryTerm("weights of the teacher", DTYPE_BYTES[model.dtype] * sum(held), change="drop backend.teacher")
+
+
+def notes(config: MegatronConfig, model: ModelInfo) -> Iterator[str]:
+    """Yield the sentences of the plan."""
+    yield layers_note(config)
+    if model.experts:
+        where = {True: "at once", False: "one after the other"}
+        auto = "at once with Transformer Engine, else one after the other"
+        how = auto if config.grouped_experts == "auto" else where[config.grouped_experts]
+        yield f"megatron: experts of a rank are multiplied {how} (backend.grouped_experts)"
+    if config.fp8:
+        yield fp8.note(config.fp8)
 
 
 def layers_note(config: MegatronConfig) -> str:
@@ -137,8 +183,29 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
         yield Problem("use", f"is megatron, and the model {words}; use: fsdp2 may do")
     if not wrong:
         yield from parallel.problems(config.parallel, read(model), config.vocabulary_multiple, ranks)
+        yield from _of_lora(config.lora, model)
+        if config.fp8:
+            yield from fp8.problems(config.fp8, config.parallel, read(model), model.dtype)
+        if not read(model).experts and (
+            found := [key for key in ("balance", "z_loss") if getattr(config.experts, key)]
+        ):
+            yield Problem(f"experts.{found[0]}", "is set, and the model has no experts; leave it out")
     if (teacher := teacher_of(config, model)) is not None:
         yield from _of_teacher(config, model, teacher, ranks)
+
+
+def _of_lora(lora: LoraConfig | None, model: ModelInfo) -> Iterator[Problem]:
+    """Yield what the model does not allow of adapters."""
+    if lora is None:
+        return
+    if lora.experts:
+        words = "is true; this backend adds adapters to the layers that every token passes, and none to experts"
+        yield Problem("lora.experts", f"{words}: leave it out, or use: fsdp2")
+    found = family(model)
+    names = linears(found.rules, read(model)) if found is not None else []
+    valid = [target for target in lora.targets if not any(pattern_problems(target, ""))]
+    for _, words in unmatched(valid, names, model.architecture):
+        yield Problem("lora.targets", words)
 
 
 def teacher_of(config: MegatronConfig, model: ModelInfo) -> ModelInfo | None:

@@ -19,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from whet_megatron.layers import refuse_broken
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -99,15 +101,6 @@ _CUDA: dict[str, Any] = {
 }
 
 
-_MODULES = (
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt",
-    "megatron.core.distributed",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.transformer.moe.moe_layer",
-)
 _depth = 0
 
 
@@ -118,8 +111,9 @@ def on_cpu() -> Iterator[None]:
     if torch.cuda.is_available() or _depth:
         yield
         return
-    for module in _MODULES:  # some compile functions when they are imported, which lists torch's functions by name
-        import_module(module)
+    refuse_broken()
+    # Some modules of it compile functions when they are imported, which lists torch's functions by name.
+    import_module("whet_megatron.ahead")
     with ExitStack() as stack:
         for name, value in _CUDA.items():
             stack.enter_context(patch.object(torch.cuda, name, value))

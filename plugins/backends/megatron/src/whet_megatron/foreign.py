@@ -139,10 +139,12 @@ def load(path: str, weights: ModelWeights, new_head: Tensor | None = None) -> No
 
     found = load_parts(wanted, checkpoint.folder, check)
     for number, stage in enumerate(weights.stages):
-        named = dict(stage.named_parameters())
-        for name, parameter in named.items():
-            key = f"{number}/{name}"
-            parameter.copy_(new_head if new_head is not None and draws and name == HEAD else found[key])
+        mine = {name.removeprefix(f"{number}/"): one for name, one in found.items() if name.startswith(f"{number}/")}
+        if draws and new_head is not None and HEAD in dict(stage.named_parameters()):
+            mine[HEAD] = new_head
+        missing, _ = stage.load_state_dict(mine, strict=False)
+        if lost := [name for name in missing if not name.endswith("_extra_state")]:
+            raise CheckpointError(f"{checkpoint.folder} gave no {', '.join(lost[:4])}")
     parts = checkpoint.parameters(arch, weights.rules)
     weights.names = frozenset(part.stored[0] for part in parts) | ({HEAD_STORED} if draws else frozenset())
 

@@ -1,5 +1,6 @@
 """The ranks of this backend, and Megatron's process groups, which all roles in a process share."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Ranks(RankGroup):
 
 def _initialize(sizes: ParallelConfig) -> None:
     """Make Megatron's groups."""
+    import_module("whet_megatron.ahead")  # before anything else imports Megatron
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(

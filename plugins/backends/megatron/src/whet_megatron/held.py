@@ -19,17 +19,19 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_megatron import checkpoint, groups, layers
+from whet_megatron import checkpoint, groups, layers, lent
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.export import write_config
 from whet_megatron.feed import Feeder
+from whet_megatron.fp8 import refuse_device
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_megatron.saving import Planned
 from whet_memory.measure import PeakMeter
+from whet_training import adapter_files
 from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
 from whet_training.saving import Writer
@@ -55,6 +57,8 @@ class HeldModels:
         self._config = structure(config, MegatronConfig, None)
         self._info, self._trained = model, trained
         layers.choose(self._config.layers, torch.device(rank.device))  # before anything imports Megatron
+        if self._config.fp8:
+            refuse_device(self._config.fp8, layers.capability(torch.device(rank.device)))
         self._ranks = Ranks(rank, self._config.parallel)
         self._device = self._ranks.device
         try:
@@ -62,7 +66,12 @@ class HeldModels:
         except BaseException:  # of a role that shares its processes others must be able to start
             self._ranks.leave()
             raise
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        asleep = Path(scratch) / "asleep"
+        self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
+        self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
+        self._lent = lent.Lent(self._model, self._ranks, self._policy_offload.wake)
+        if rank.role == "backend" and not self._model.value:
+            lent.offer(self._lent)
         self._writer = Writer()
         self._planned: Planned | None = None
         self._losses: dict[str, Loss] = {}
@@ -77,17 +86,19 @@ class HeldModels:
             begin = self._config.load
             self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained, begin=begin)
         self._frozen: dict[str, HeldModel] = {}
-        if self._config.reference:
+        if self._config.reference and self._model.adapters is None:
             self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False, begin=begin)
         if self._config.teacher and not self._model.value:
             self._frozen["teacher"] = HeldModel(
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
             )
         self._stepper: Stepper | None = Stepper(self._model, self._config, total_steps) if trained else None
-        context = self._ranks.group("context")
+        arch, config = self._model.architecture, self._config
         self._feeder = Feeder(
-            self._config.parallel, self._config.layout, self._device, context, self._ranks.coordinates.context
-        )
+            config.parallel, config.layout, self._device, self._ranks.group("context"), self._ranks.coordinates,
+            experts=(arch.layers, arch.experts_per_token) if arch.experts else None,
+            multiple=config.fp8.multiple if config.fp8 else 1,
+        )  # fmt: skip
         if self._ranks.rank == 0:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 
@@ -112,12 +123,24 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send this rank's part of the weights under the names of the model folder."""
-        if spec.adapter is not None:
-            raise WhetError("an adapter is to be sent, and this backend trains none")
-        sender = self._ranks.grid.sender(self._ranks.rank)
-        with self._memory.phase("weight_sync"):
-            stream = self._model.weights.sent(getattr(torch, spec.dtype) if spec.dtype else None)
+        """Send this rank's part of the weights under the names of the model folder. An adapter alone: rank 0 sends it.
+
+        In place nothing is sent: the generator of this process computes with the same memory.
+        """
+        if spec.transport == lent.TRANSPORT:
+            self._lent.sent(spec)
+            return
+        adapters = self._model.adapters
+        if spec.adapter is not None and adapters is None:
+            raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
+        dtype = getattr(torch, spec.dtype) if spec.dtype else None
+        with self._memory.phase("weight_sync"), self._model.using(spec.weights):
+            if spec.adapter is not None and adapters is not None:
+                sender = None if self._ranks.rank else 0
+                stream: Iterator[tuple[str, Tensor]] = ((name, one.to(dtype)) for name, one in adapters.stored())
+            else:
+                sender = self._ranks.grid.sender(self._ranks.rank)
+                stream = self._model.weights.sent(dtype)
             if sender is None:
                 _exhaust(stream)
                 return
@@ -128,11 +151,13 @@ class HeldModels:
     @as_on_gpu
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
+        self._write_adapter(folder)
         checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
 
     @as_on_gpu
     def take(self, folder: str) -> None:
         """Copy what this rank saves to host memory, and begin to write the copy. Every rank must take part."""
+        self._write_adapter(folder)
         self._planned = checkpoint.planned(Path(folder), self._model, self._steps())
         shared = self._planned.shared_with([*self._held(), *self._gradients()])
         self._writer.take(shared, sum(tensor.nbytes for _, tensor in shared), self._planned.write)
@@ -152,9 +177,26 @@ class HeldModels:
         """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
         checkpoint.read(Path(folder), self._model, self._steps())
 
+    def _write_adapter(self, folder: str) -> None:
+        """Write the adapter in PEFT's format, if one is trained. Every rank must take part."""
+        if (adapters := self._model.adapters) is not None:
+            if self._ranks.rank == 0:
+                tensors, model = dict(adapters.stored()), self._info.path
+                adapter_files.write(Path(folder), tensors, adapters.peft_config(model), self._model.base)
+            else:
+                for _ in adapters.stored():
+                    pass
+
     @as_on_gpu
     def export(self, folder: str) -> None:
-        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses.
+
+        With `lora.export: adapter`: a folder that PEFT can load.
+        """
+        if self._model.adapters is not None and self._config.lora is not None and self._config.lora.export == "adapter":
+            self._write_adapter(folder)
+            self._ranks.sum_all([0.0])
+            return
         sender, stream = self._ranks.grid.sender(self._ranks.rank), self._model.weights.sent()
         if self._ranks.rank == 0:
             with disk_errors(Path(folder)):
@@ -176,18 +218,22 @@ class HeldModels:
     # Life
 
     def sleep(self) -> int:
-        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
+        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
         if self._asleep:
             return 0
         self._asleep = True
         freed = sum(_free(gradients) for gradients in self._gradients())
-        return freed + self._offload.sleep(self._held())
+        # The optimizer's float32 weights may be the policy's own.
+        policy = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        freed += self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
+        return freed if self._lent.borrowed else freed + self._policy_offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
         """Bring weights and optimizer back. Gradients are zero."""
         if not self._asleep:
             return
         self._offload.wake()
+        self._policy_offload.wake()
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
             gradients.zero_()
@@ -200,7 +246,8 @@ class HeldModels:
                 yield buffer.grad_data
 
     def _held(self) -> Iterator[Tensor]:
-        for model in (self._model, *self._frozen.values()):
+        """Yield the tensors of frozen models and of the optimizer."""
+        for model in self._frozen.values():
             yield from model.parameters()
         if self._stepper is not None:
             yield from self._stepper.held()
@@ -208,7 +255,9 @@ class HeldModels:
     @as_on_gpu
     def close(self) -> None:
         """Leave the process groups."""
+        lent.withdraw(self._lent)
         self._offload.close()
+        self._policy_offload.close()
         self._ranks.leave()
 
 

@@ -7,6 +7,8 @@ from whet.component import Component, Problem
 from whet.config.sections import Config
 from whet_megatron.checks import problems
 from whet_megatron.config import MegatronConfig
+from whet_megatron.generator.config import MegatronGeneratorConfig, checked
+from whet_training import lora_config
 
 
 @hookimpl
@@ -23,9 +25,25 @@ def whet_backends() -> Iterable[Component]:
 
 
 @hookimpl
+def whet_generators() -> Iterable[Component]:
+    """Offer the generator `megatron`, which decodes with Megatron's own inference."""
+    return [
+        Component(
+            name="megatron",
+            config=MegatronGeneratorConfig,
+            target="whet_megatron.generator.handle:MegatronGenerator",
+            facts="whet_megatron.generator.config:facts",
+        )
+    ]
+
+
+@hookimpl
 def whet_check_config(config: Config) -> Iterable[Problem]:
-    """Yield what is wrong with each megatron section, of the backend or of a role, by itself."""
+    """Yield what is wrong with each megatron section, of the backend or of a role; and with a generator beside it."""
     sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
     for path, section in sections.items():
         if isinstance(section.config, MegatronConfig):
-            yield from problems(section.config, path)
+            role = path.removeprefix("roles.")
+            yield from problems(section.config, path, gpus=config.cluster.gpus.get(role, 0))
+            yield from lora_config.problems(section.config.lora, config, f"{path}.lora")
+    yield from checked(config)

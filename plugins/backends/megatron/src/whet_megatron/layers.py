@@ -16,7 +16,7 @@ def choose(wanted: str, device: torch.device) -> Layers:
     An installed engine that cannot load makes the import of Megatron fail as well, so this comes before it.
     """
     if wanted == "test" or (wanted == "auto" and device.type == "cpu"):
-        _refuse_broken()
+        refuse_broken()
         return "test"
     if device.type == "cpu":
         raise ConfigError("backend.layers: is transformer-engine, which needs a GPU; set it to auto or test")
@@ -31,7 +31,12 @@ def choose(wanted: str, device: torch.device) -> Layers:
     return "transformer-engine"
 
 
-def _refuse_broken() -> None:
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU. None: the device is a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def refuse_broken() -> None:
     """Raise `ConfigError` if an installed Transformer Engine would make the import of Megatron fail."""
     try:
         import transformer_engine  # noqa: F401  # whether it loads is the question
@@ -50,7 +55,19 @@ def specification(chosen: Layers, config: Any, vp_stage: int | None) -> Any:
     if chosen == "test":
         from whet_megatron.plain_layers import plain_spec
 
-        return plain_spec(config, vp_stage)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        found = plain_spec(config, vp_stage)
+        if config.num_moe_experts is not None and config.moe_grouped_gemm:
+            from whet_megatron.grouped_experts import plain_experts
 
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+            for layer in found.layer_specs:
+                layer.submodules.mlp.submodules.experts = plain_experts()
+    else:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        found = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.num_moe_experts is not None:
+        from whet_megatron.router import WatchedRouter
+
+        for layer in found.layer_specs:
+            layer.submodules.mlp.submodules.router = WatchedRouter
+    return found

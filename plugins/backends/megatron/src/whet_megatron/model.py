@@ -1,6 +1,8 @@
 """Megatron's model of a rank: its stages, wrapped for training, with the weights of a folder."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,16 @@ from torch import Tensor, nn
 
 from whet.data import randomness
 from whet.data.model_info import ModelInfo
-from whet_megatron import architecture, foreign, layers
+from whet_megatron import architecture, foreign, fp8, layers
 from whet_megatron.config import MegatronConfig
+from whet_megatron.experts import Experts
+from whet_megatron.grouped_experts import grouped
 from whet_megatron.groups import Ranks
 from whet_megatron.layers import Layers
+from whet_megatron.lora import Adapters
 from whet_megatron.parallel import padded_rows
 from whet_megatron.weights import ModelWeights
+from whet_training.adapter_files import base_digest
 
 
 class ValueHead(nn.Module):
@@ -42,7 +48,7 @@ class HeldModel:
 
         `begin`: a checkpoint of Megatron with the weights. Empty: they are in the model folder.
         """
-        self.architecture = architecture.read(info)
+        self.architecture, self.path = architecture.read(info), info.path
         self.dtype = torch.bfloat16 if info.dtype == "bfloat16" else torch.float32
         self.layers = layers.choose(config.layers, ranks.device)
         self.config = transformer_config(self.architecture, config, ranks, self.dtype, self.layers)
@@ -55,8 +61,19 @@ class HeldModel:
             foreign.load(begin, self.weights, new_head=drawn)
         else:
             self.weights.load(info.path, new_head=drawn)
-        self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(stages)]
+        lowered = [self._lowered(stage) for stage in stages]
+        self.adapters: Adapters | None = None
+        self.base = ""
+        """The digest of the weights that adapters are trained on."""
+        if trained and config.lora is not None:
+            self.adapters = Adapters(self.weights, self.architecture, config.lora, seed, info.architecture)
+            self.weights.computing = self.adapters.computing
+            self.base = base_digest(Path(info.path))
+        self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(lowered)]
         """The stages as Megatron's schedules call them."""
+        routed = trained and self.architecture.experts > 0
+        self.experts = Experts(stages, self.architecture, config, ranks) if routed else None
+        """What sees the routers of the trained model. None: it is dense, or frozen."""
         self.config.finalize_model_grads_func = _add_gradients_up
         if trained and config.optimizer.overlap:  # gradients are added up in the last backward pass of a step only
             self.config.no_sync_func = self.chunks[0].no_sync
@@ -88,13 +105,15 @@ class HeldModel:
             stage.output_layer.forward = _pass_through
         return stage
 
-    def _wrapped(self, stage: Any, config: MegatronConfig, number: int, trained: bool) -> Any:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    def _lowered(self, stage: Any) -> Any:
         from megatron.core.transformer.module import Float16Module
 
         stage = stage.to(self._ranks.device)
-        if self.dtype == torch.bfloat16:
-            stage = Float16Module(self.config, stage)
+        return Float16Module(self.config, stage) if self.dtype == torch.bfloat16 else stage
+
+    def _wrapped(self, stage: Any, config: MegatronConfig, number: int, trained: bool) -> Any:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
         if not trained:
             return stage.requires_grad_(False).eval()
         options = DistributedDataParallelConfig(
@@ -113,6 +132,27 @@ class HeldModel:
         if self.value or not stage.share_embeddings_and_output_weights:
             return stage.output_layer.weight
         return stage.shared_embedding_or_output_weight()
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """Compute with other adapters meanwhile, see `AdapterSets.using`. Without adapters nothing changes."""
+        return nullcontext() if self.adapters is None else self.adapters.using(weights)
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what is trained on this rank by its first name in the model folder, or of an adapter by PEFT's."""
+        if self.adapters is not None:
+            yield from self.adapters.parameters().items()
+        else:
+            yield from ((one.stored[0], one.parameter) for one in self.weights.ruled.values())
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Return the names of what is trained on all ranks."""
+        return self.weights.names if self.adapters is None else self.adapters.names
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Return the dtype of what is trained. Adapters are float32."""
+        return self.dtype if self.adapters is None else torch.float32
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all parameters of this rank."""
@@ -190,7 +230,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # of a dense model too: another one refuses lengths that vary
         perform_initialization=False,
         **_recompute(config),
-        **(_experts(arch) if arch.experts else {}),
+        **(fp8.options(config.fp8) if config.fp8 else {}),
+        **(_experts(arch, grouped(config.grouped_experts, chosen)) if arch.experts else {}),
     )
 
 
@@ -202,7 +243,7 @@ def _recompute(config: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(arch: architecture.Architecture) -> dict[str, Any]:
+def _experts(arch: architecture.Architecture, group: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": arch.experts,
         "moe_ffn_hidden_size": arch.expert_mlp,
@@ -211,5 +252,5 @@ def _experts(arch: architecture.Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.normalize_chosen,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": group,
     }

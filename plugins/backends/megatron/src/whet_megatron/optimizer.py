@@ -37,12 +37,11 @@ class Stepper:
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
         of = self._config.optimizer
-        refuse_unmatched(sorted(self._model.weights.names), of.groups)
+        refuse_unmatched(sorted(self._model.trained_names), of.groups)
         members: dict[Rates, set[int]] = {}
-        for one in self._model.weights.ruled.values():
-            own = Rates(of.lr, of.weight_decay if one.parameter.ndim >= 2 else 0.0)
-            found = rates({one.stored[0]: own}, of.groups)[one.stored[0]]
-            members.setdefault(found, set()).add(id(one.parameter))
+        for name, parameter in self._model.trained():
+            own = Rates(of.lr, of.weight_decay if parameter.ndim >= 2 else 0.0)
+            members.setdefault(rates({name: own}, of.groups)[name], set()).add(id(parameter))
 
         def key(number: int, ids: set[int]) -> Any:
             return ParamKey(predicate=ParamPredicate(name=f"whet-{number}", fn=lambda parameter: id(parameter) in ids))
@@ -63,8 +62,8 @@ class Stepper:
             adam_beta1=of.betas[0],
             adam_beta2=of.betas[1],
             adam_eps=of.eps,
-            bf16=self._model.dtype == torch.bfloat16,
-            params_dtype=self._model.dtype,
+            bf16=self._model.trained_dtype == torch.bfloat16,
+            params_dtype=self._model.trained_dtype,
             use_distributed_optimizer=of.distributed,
             clip_grad=self._config.max_grad_norm or 0.0,
         )
@@ -118,9 +117,29 @@ class Stepper:
         """Replace all state by that of a checkpoint."""
         count(state, steps)
         with optimizer_types(), torch_adamw():
-            self.optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(
+                self._described(state, steps) if self._config.optimizer.distributed else state
+            )
         own_steps(self._inner(), steps)
         self.steps = steps
+
+    def _described(self, state: Any, steps: int) -> Any:
+        """Return loaded tensors with the description that Megatron expects beside them.
+
+        That of the checkpoint is of the optimizers that saved it. With expert parallelism the experts have one of their
+        own, whose groups have another key. Rates and decays are those of the config in any case.
+        """
+
+        def part(one: Any, found: Any) -> dict[str, Any]:
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+            return {
+                "optimizer": {"param_groups": [{**group, "step": steps} for group in groups]},
+                "param_state": found["param_state"],
+                "param_state_sharding_type": "fully_reshardable",
+            }
+
+        ones = self.optimizer.chained_optimizers
+        return part(ones[0], state) if len(ones) == 1 else {n: part(one, state[n]) for n, one in enumerate(ones)}
 
     def _inner(self) -> list[Any]:
         """Return the optimizers that Megatron's wrap."""

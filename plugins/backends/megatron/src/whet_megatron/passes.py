@@ -39,7 +39,8 @@ class Head:
         """Return the wanted outputs of a micro-batch in its order. hidden [rows, tokens, H], as Megatron returns it."""
         at = self.read(feed, hidden)
         if self.model.value:
-            found = {"values": (at @ self.model.head.T.to(at.dtype))[:, 0].float()}
+            head = self.model.head
+            found = {"values": (at.to(head.dtype) @ head.T)[:, 0].float()}
         else:
             weight, rows = self.rows()
             terms = {"temperature": feed.temperature, "vocabulary": rows, "chunk": self.chunk}
@@ -130,6 +131,10 @@ class Passes:
 
         self._run(feeds, close, backward=backward)
 
+    def pass_through(self, feeds: Sequence[Feed]) -> None:
+        """Run forward passes without gradient, for what routers see in them."""
+        self._run(feeds, lambda number, hidden: None, backward=False)
+
     def taught(self, feeds: Sequence[Feed]) -> list[Teacher]:
         """Return what divergences need of this model, the teacher, for each pass. On other stages than the last: none.
 
@@ -161,6 +166,8 @@ class Passes:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
+        if model.experts is not None:
+            model.experts.leave()
 
     def _anchor(self, feed: Feed, hidden: Tensor) -> Tensor:
         """Return 0, which depends on all weights: a pass without targets takes part in the backward pass of others."""
@@ -173,6 +180,8 @@ class Passes:
         def step(feeds: Any, stage: Any) -> Any:
             number, feed = next(feeds)
             begun = self.forward.mark()
+            if self.head.model.experts is not None and feed.entered is not None:
+                self.head.model.experts.enter(feed.entered)
             hidden = stage(
                 input_ids=feed.tokens, position_ids=feed.positions, attention_mask=None, packed_seq_params=feed.packed
             )

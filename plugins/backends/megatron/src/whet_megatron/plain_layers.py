@@ -8,6 +8,7 @@ Parameters have the names that Transformer Engine gives them, so rules and check
 """
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,22 +78,25 @@ class PlainAttention(torch.nn.Module):
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         ranks = self._group.size()
         ends = packed_seq_params.cu_seqlens_q.numpy() if packed else np.array([0, query.shape[0] * ranks])
-        held = [torch.from_numpy(zigzag(ends, rank, ranks)) for rank in range(ranks)]
+        held = [zigzag(ends, rank, ranks) for rank in range(ranks)]
         if ranks > 1:
-            key, value = (self._gathered(tensor) for tensor in (key, value))
-        places, mine, bounds = torch.cat(held), held[self._group.rank()], torch.from_numpy(ends[1:])
-        sequences, own = (torch.searchsorted(bounds, at.to(bounds.dtype), right=True) for at in (places, mine))
-        seen = (places[None] <= mine[:, None]) & (sequences[None] == own[:, None])
+            order = torch.from_numpy(np.argsort(np.concatenate(held)))
+            key, value = (self._gathered(tensor)[order] for tensor in (key, value))
         queries, keys, values = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        found = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=seen,
-            scale=self._scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return found.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        places = torch.from_numpy(held[self._group.rank()])
+        found = []
+        for begin, end in pairwise(ends.tolist()):  # one by one: a mask over the whole row would cost its square
+            own, every = slice(begin // ranks, end // ranks), slice(begin, end)
+            attended = F.scaled_dot_product_attention(
+                queries[:, :, own],
+                keys[:, :, every],
+                values[:, :, every],
+                attn_mask=torch.arange(begin, end) <= places[own, None],
+                scale=self._scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+            found.append(attended)
+        return torch.cat(found, 2).permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensor of all ranks. Its gradient is added up, and each rank gets its part."""

@@ -1,6 +1,6 @@
 """The parameters of a rank by rules: read from a model folder, and streamed under their stored names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ from whet.errors import WhetError
 from whet_megatron import cuts
 from whet_megatron.architecture import Architecture, family
 from whet_megatron.cuts import Place
+from whet_megatron.grouped_experts import single_name
 from whet_megatron.groups import Ranks
 from whet_megatron.rules import VALUE_HEAD, Rule
 from whet_megatron.stored import StoredWeights, stored_weights
@@ -40,6 +41,9 @@ class ModelWeights:
         found = family(info)
         assert found is not None
         self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
+        self.value = value
+        self.computing: Callable[[Ruled], Tensor] = lambda one: one.parameter.detach()
+        """What of a parameter computes: itself, or with an adapter their sum."""
         self.names: frozenset[str] = frozenset()
         """The first stored name of each parameter of all ranks, known once the weights are loaded."""
         self.ruled: dict[str, Ruled] = {}
@@ -74,6 +78,16 @@ class ModelWeights:
         """Return this rank's place among those that share a parameter."""
         if one.expert:
             return Place(*_expert_tensor_place())
+        return self.tensor_place
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self._ranks.device
+
+    @property
+    def tensor_place(self) -> Place:
+        """Return this rank's place among those that share the matrices outside of experts."""
         return Place(self._ranks.coordinates.tensor, self._ranks.sizes.tensor)
 
     @torch.no_grad()
@@ -139,7 +153,7 @@ class ModelWeights:
         """Return the parts of all ranks that share a parameter, in order, on the rank `source`. Elsewhere: nothing."""
         from megatron.core import parallel_state
 
-        tensor = one.parameter.detach().to(dtype)
+        tensor = self.computing(one).to(dtype)
         if one.rule.cut == "whole":
             return [tensor] if self._ranks.rank == source else []
         if one.expert:
@@ -167,7 +181,7 @@ def _mark(parameter: Any, rule: Rule) -> None:
 
 def _whole_name(stage: Any, name: str) -> str:
     """Return the name of a parameter with its layer counted over all stages."""
-    head, mark, tail = name.partition("decoder.layers.")
+    head, mark, tail = single_name(name).partition("decoder.layers.")
     if not mark:
         return name
     number, _, rest = tail.partition(".")

@@ -55,10 +55,9 @@ class Worker(HeldModels, LossWorker):
         stepper.drop_gradients()
         passes = self._passes(self._model)
         with self._memory.phase("train"):
-            total, found = self._accumulate(passes, self._live(batch, made), made, counts, backward=True)
+            value, found = self._accumulate(passes, self._live(batch, made), made, counts, backward=True)
         passed = clock(self._device)
         with self._memory.phase("optimizer"):
-            (value,) = self._ranks.sum_reported([total])
             norm = stepper.norm()
             seconds = self._seconds(passes, begun, passed)
             if not is_finite(value, norm):
@@ -79,7 +78,7 @@ class Worker(HeldModels, LossWorker):
     def _accumulate(
         self, passes: Passes, batch: Batch, loss: Loss, counts: Mapping[str, float], *, backward: bool
     ) -> tuple[float, dict[str, Metric]]:
-        """Run the passes of a batch. Returns this rank's part of the objective, and the loss's metrics."""
+        """Run the passes of a batch. Returns the objective over all ranks, and the loss's metrics."""
         parts = [None if chosen is None else batch.take(chosen) for chosen in self._plan(batch)]
         values: list[Tensor] = []
         found: list[dict[str, Metric]] = []
@@ -93,8 +92,16 @@ class Worker(HeldModels, LossWorker):
             return objective
 
         feeds = [self._feed(part, batch) for part in parts]
+        experts = self._model.experts if backward else None
+        if experts is not None:
+            count, live = sum(part is not None for part in parts), bool(self._of_loss(batch, loss).any())
+            experts.begin(batch, count, live, lambda: passes.pass_through(feeds))
         passes.run(feeds, loss.outputs, finish, backward=backward, teachers=self._taught(feeds, loss.outputs))
-        total = float(torch.stack(values).double().sum()) if values else 0.0
+        (total,) = self._ranks.sum_reported([float(torch.stack(values).double().sum()) if values else 0.0])
+        if experts is not None:
+            weighted, of_experts = experts.end(self._first)
+            total += weighted
+            found.append(of_experts)
         return total, metrics.detached(metrics.merge(found))
 
     @as_on_gpu
@@ -103,8 +110,7 @@ class Worker(HeldModels, LossWorker):
         batch = self._ranks.share(batch)
         made = self._loss(loss)
         counts = self._counts(made, batch)
-        total, found = self._accumulate(self._passes(self._model), batch, made, counts, backward=False)
-        (value,) = self._ranks.sum_reported([total])
+        value, found = self._accumulate(self._passes(self._model), batch, made, counts, backward=False)
         tokens = {"tokens": metrics.total(float(batch.tokens))}
         if self._first:
             tokens["loss"] = metrics.mean(value)
@@ -114,7 +120,8 @@ class Worker(HeldModels, LossWorker):
     def score(self, batch: Batch | None, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Return outputs of this rank's share: NumPy, [N] or [N, K] each. Ranks of other stages return zeros."""
         batch = self._ranks.share(batch)
-        model = self._model if weights == "policy" else self._frozen.get(weights)
+        ours = weights == "policy" or (self._model.adapters is not None and weights in self._model.adapters.SETS)
+        model = self._model if ours else self._frozen.get(weights)
         if model is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
         self._refuse_unknown(outputs, "what is to be scored")
@@ -132,7 +139,8 @@ class Worker(HeldModels, LossWorker):
 
         feeds = [self._feed(part, batch) for part in parts]
         if feeds:
-            self._passes(model).run(feeds, outputs, finish, backward=False, teachers=self._taught(feeds, outputs))
+            with self._model.using(weights if ours else "policy"):
+                self._passes(model).run(feeds, outputs, finish, backward=False, teachers=self._taught(feeds, outputs))
         return found
 
     def _taught(self, feeds: list[Feed], outputs: Sequence[str]) -> list[Teacher]:

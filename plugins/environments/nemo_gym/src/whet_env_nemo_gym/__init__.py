@@ -1,1 +1,1 @@
-"""Resources servers of NeMo Gym."""
+"""Resources servers and agent servers of NeMo Gym."""

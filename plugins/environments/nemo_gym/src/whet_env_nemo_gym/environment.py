@@ -1,6 +1,7 @@
-"""The environment `nemo-gym`: records of NeMo Gym, played with a resources server.
+"""The environment `nemo-gym`: records of NeMo Gym, played with a resources server, or by agent servers.
 
-seed the session -> response with calls -> the server runs the tools -> response ... without calls -> verify
+with a resources server    seed the session -> response with calls -> the server runs the tools -> ... -> verify
+by an agent server         open the episode's endpoint -> run; the agent asks the model there -> reward
 """
 
 import asyncio
@@ -11,15 +12,28 @@ from typing import Any
 
 from whet.data.messages import Call, Conversation, Message
 from whet.data.records import Task
-from whet.errors import ContextFull, DataError
+from whet.errors import ContextFull, DataError, EpisodeError
 from whet.interfaces.environment import Model
 from whet_data.quoting import shown
 from whet_data.readers import Row
 from whet_data.servers import token_in
 from whet_data.tasks import DatasetTasks
 from whet_env_nemo_gym.config import NemoGymConfig
-from whet_env_nemo_gym.rows import names_of, opening, parameters, response, result, tools_of, written
+from whet_env_nemo_gym.rows import (
+    agent_of,
+    for_agent,
+    names_of,
+    opening,
+    parameters,
+    response,
+    result,
+    tools_of,
+    written,
+)
 from whet_env_nemo_gym.server import Server, Session
+
+OWN_SAMPLING = ("model", "parallel_tool_calls", "temperature", "top_p")
+"""Parameters of an agent's requests that are not read: the policy samples as the run has it."""
 
 
 class NemoGym:
@@ -29,6 +43,9 @@ class NemoGym:
         self._config = config
         token = token_in(config.token_variable, "nemo-gym.token_variable")
         self._server = Server(config.url, token, config.seconds, config.reply_bytes)
+        self._agents = {
+            name: Server(url, token, config.agent_seconds, config.reply_bytes) for name, url in config.agents.items()
+        }
         self._free = asyncio.Semaphore(config.sessions)
         self._tasks = DatasetTasks(config, self._task)
 
@@ -47,6 +64,8 @@ class NemoGym:
         Raises `InfrastructureError`, and `EpisodeError` if the server does not take the record.
         """
         record = task.data["record"]
+        if (agent := self._agents.get(agent_of(record))) is not None:
+            return await self._by_agent(agent, task, model)
         params = parameters(record)
         tools = tools_of(params.get("tools"))
         names, talk = names_of(tools), model.with_tools(tools) if tools else model
@@ -69,13 +88,33 @@ class NemoGym:
                         for call, text in zip(reply.calls, results, strict=True)
                     )
             reward, components = await session.verified(record, response(params, items, f"{task.id}"))
+        return self._rewards(model, reward, components, turns, calls)
+
+    def close(self) -> None:
+        """Do nothing: sessions end with their episodes."""
+
+    async def _by_agent(self, agent: Server, task: Task, model: Model) -> Mapping[str, float]:
+        async with self._free, model.endpoint(ignore=OWN_SAMPLING) as address:
+            record = for_agent(task.data["record"], self._config.system, address.api_key)
+            reward, components = await agent.played(record)
+            talks = address.conversations()
+        if not talks:
+            raise EpisodeError(
+                f"the agent server {agent.url} played without this model: its model server must be "
+                f"{address.base_url.removesuffix('/v1')}, and it must hand the metadata of the record on"
+            )
+        given = {task.prompt[:n] for n in range(len(task.prompt) + 1)}
+        said = {talk[:n] for talk in talks for n in range(1, len(talk) + 1)} - given  # forks have a common beginning
+        turns, calls = (sum(talk[-1].role == role for talk in said) for role in ("assistant", "tool"))
+        return self._rewards(model, reward, components, turns, calls)
+
+    def _rewards(
+        self, model: Model, reward: float, components: Mapping[str, float], turns: int, calls: int
+    ) -> Mapping[str, float]:
         if components:
             model.record("reward_components", json.dumps(components))
         own = {name: components.get(name, 0.0) for name in self._config.components}
         return {"reward": reward, "turns": float(turns), "calls": float(calls), **own}
-
-    def close(self) -> None:
-        """Do nothing: sessions end with their episodes."""
 
     async def _called(self, session: Session, call: Call, names: frozenset[str]) -> str:
         """Return a tool's answer. A name becomes a part of an address, so it must be one of the record's."""
@@ -90,8 +129,20 @@ class NemoGym:
         return await session.tool(call.name, arguments)
 
     def _task(self, row: Row) -> Task:
-        params = parameters(row.record)
+        params, config, name = parameters(row.record), self._config, str(row.record.get("id") or row.where)
+        if (agent := agent_of(row.record)) in self._agents:
+            return Task(_described(config.system, params["input"]), {"record": dict(row.record)}, id=name)
+        if not config.url:
+            found = f"`agent_ref` names {agent!r:.80}" if agent else "there is no `agent_ref`"
+            raise DataError(f"{found}, and agents has {', '.join(self._agents)}; add it there, or a `url`")
         if unfit := [name for name in names_of(tools_of(params.get("tools"))) if not name.isidentifier()]:
             raise DataError(f"a tool is called {unfit[0]!r:.80}, wanted letters, digits and underscores")
-        prompt = opening(self._config.system, params["input"])
-        return Task(prompt, {"record": dict(row.record)}, id=str(row.record.get("id") or row.where))
+        return Task(opening(config.system, params["input"]), {"record": dict(row.record)}, id=name)
+
+
+def _described(system: str, items: Any) -> Conversation:
+    """Return what an agent is asked, for records and reports. What is no conversation is shown as it is."""
+    try:
+        return opening(system, items)
+    except DataError:
+        return (Message("user", json.dumps(items, ensure_ascii=False)),)

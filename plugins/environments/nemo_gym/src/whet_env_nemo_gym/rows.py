@@ -10,6 +10,8 @@ from typing import Any
 from whet.data.messages import Call, Conversation, Message, Tools
 from whet.errors import DataError
 
+KEY = "whet_key"
+"""The entry of the metadata that tells the model's endpoint which episode an agent's request belongs to."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -24,10 +26,27 @@ def parameters(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def agent_of(record: Mapping[str, Any]) -> str:
+    """Return the name of the agent that a record asks for. Empty: none."""
+    found = record.get("agent_ref")
+    name = found.get("name") if isinstance(found, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def for_agent(record: Mapping[str, Any], system: str, key: str) -> dict[str, Any]:
+    """Return a record as an agent gets it: it hands the parameters on to the model, with the key of the episode."""
+    params = dict(parameters(record))
+    metadata = params.get("metadata")
+    params["metadata"] = {**(metadata if isinstance(metadata, Mapping) else {}), KEY: key}
+    if system:
+        params["input"] = [{"role": "system", "content": system}, *_items(params["input"])]
+    return {**record, "responses_create_params": params}
+
+
 def opening(system: str, items: Any) -> Conversation:
     """Return the conversation that a record begins with. Raises `DataError`."""
     found = [Message("system", system)] if system else []
-    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+    for item in _items(items):
         found.append(_message(item))
     if not found or found[-1].role not in ("user", "tool"):
         raise DataError("the input does not end with a message of the user")
@@ -78,6 +97,10 @@ def written(name: str, text: str, calls: Iterable[Call], reasoning_end: str) -> 
 def result(call: Call, text: str) -> dict[str, Any]:
     """Return the item with a tool's answer."""
     return {"type": "function_call_output", "call_id": call.id, "output": text}
+
+
+def _items(given: Any) -> Iterable[Any]:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _function(given: Any) -> dict[str, Any]:

@@ -1,11 +1,16 @@
-"""A resources server of NeMo Gym over HTTP. An episode is a session, which a cookie names.
+"""Servers of NeMo Gym over HTTP. An episode with a resources server is a session, which a cookie names.
 
     POST /seed_session    the record                    -> Set-Cookie
     POST /TOOL            the arguments, Cookie         -> the tool's answer, any JSON, any status
     POST /verify          record + response, Cookie     -> the same + "reward"
 
-The server states the cookie anew in each answer, so the last one is sent. What the server sends is not trusted: it is
-bounded in size and time, and checked. What is wrong with it is an `InfrastructureError`, so no episode is scored by it.
+The server states the cookie anew in each answer, so the last one is sent. An agent server plays a whole episode, with a
+resources server of its own:
+
+    POST /run             the record                    -> record + response + "reward"
+
+What a server sends is not trusted: it is bounded in size and time, and checked. What is wrong with it is an
+`InfrastructureError`, so no episode is scored by it.
 """
 
 import asyncio
@@ -36,16 +41,25 @@ class Server:
 
         Raises `EpisodeError` if the server does not take the record, and `InfrastructureError`.
         """
+        async with self._opened() as session:
+            await session.record_taken("seed_session", record)
+            yield session
+
+    async def played(self, record: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Return the reward of an episode that an agent server plays, and its components.
+
+        Raises `EpisodeError` if the server does not take the record, and `InfrastructureError`.
+        """
+        async with self._opened() as session:
+            return session.scored("run", await session.record_taken("run", record))
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator["Session"]:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         jar = aiohttp.CookieJar(unsafe=True)  # also of servers that are named by numbers
-        async with aiohttp.ClientSession(headers=headers, cookie_jar=jar) as client:
-            session = Session(client, self)
-            status, text = await session.posted("seed_session", record)
-            if status == 422:
-                raise EpisodeError(f"{self.url}/seed_session does not take the record: {text[:500]}")
-            if status != 200:
-                raise session.wrong("seed_session", f"status {status}: {text[:200]}")
-            yield session
+        limit = aiohttp.ClientTimeout()  # `seconds` is the deadline, which aiohttp's own of five minutes may cut short
+        async with aiohttp.ClientSession(headers=headers, cookie_jar=jar, timeout=limit) as client:
+            yield Session(client, self)
 
 
 class Session:
@@ -68,14 +82,27 @@ class Session:
         status, text = await self.posted("verify", {**record, "response": response})
         if status != 200:
             raise self.wrong("verify", f"status {status}: {text[:300]}")
+        return self.scored("verify", text)
+
+    async def record_taken(self, route: str, record: Mapping[str, Any]) -> str:
+        """Return the answer to a record. Raises `EpisodeError` if it is not taken, and `InfrastructureError`."""
+        status, text = await self.posted(route, record)
+        if status == 422:
+            raise EpisodeError(f"{self._server.url}/{route} does not take the record: {text[:500]}")
+        if status != 200:
+            raise self.wrong(route, f"status {status}: {text[:500]}")
+        return text
+
+    def scored(self, route: str, text: str) -> tuple[float, dict[str, float]]:
+        """Return the reward in an answer, and its components. Raises `InfrastructureError`."""
         try:
             found = json.loads(text)
             reward, components = found["reward"], found.get("reward_components") or {}
             numbers = {str(name): float(value) for name, value in components.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self.wrong("verify", f"{text[:120]!r}, wanted a `reward`") from error
+            raise self.wrong(route, f"{text[:120]!r}, wanted a `reward`") from error
         if not isinstance(reward, int | float) or not all(map(math.isfinite, (reward, *numbers.values()))):
-            raise self.wrong("verify", f"the reward {reward!r:.40} with components {numbers!r:.120}")
+            raise self.wrong(route, f"the reward {reward!r:.40} with components {numbers!r:.120}")
         return float(reward), numbers
 
     async def posted(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:

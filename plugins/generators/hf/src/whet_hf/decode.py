@@ -12,8 +12,8 @@ from torch import Tensor
 from whet.data.records import Completion, Progress, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import one_token
-from whet_hf.sampling import Sampler
-from whet_hf.stopping import Stops, StopStrings
+from whet_generation.sampling import Sampler
+from whet_generation.stopping import Stops, StopStrings
 from whet_hf.swap import Weights
 from whet_ops.routing import COLUMN
 

@@ -20,10 +20,10 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
+from whet_generation.stopping import StopStrings
 from whet_hf.adapter import Base
 from whet_hf.decode import Aborts, Job, Report, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
-from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
 from whet_ops.routing import COLUMN
 from whet_weights.offload import Offload

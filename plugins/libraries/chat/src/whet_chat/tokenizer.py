@@ -207,7 +207,7 @@ class ChatTokenizer:
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
         if not turns:
             raise DataError(f"there is no message of the assistant to train on among {len(conversation)} messages")
-        whole = self.template.render(conversation)
+        whole = self.render(conversation)
         chosen = turns[-1:] if train_on == "last" else turns
         spans = [self._turn(conversation, i, whole) for i in chosen]
         return self._masked(whole, spans)
@@ -237,11 +237,11 @@ class ChatTokenizer:
 
     def _turn(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
         """Return where an assistant turn begins and ends in the text of its conversation, in characters."""
-        asked = self.template.render(conversation[:index], generation_prompt=True)
+        asked = self.render(conversation[:index], generation_prompt=True)
         if not whole.startswith(asked):
             raise _rewritten(asked, whole)
         is_last = index + 1 == len(conversation)
-        answered = whole if is_last else self.template.render(conversation[: index + 1])
+        answered = whole if is_last else self.render(conversation[: index + 1])
         if answered.startswith(asked) and whole.startswith(answered):
             begin, turn = len(asked), answered[len(asked) :]
             stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
@@ -249,9 +249,11 @@ class ChatTokenizer:
             # Without an end-of-turn token, white space at the end belongs to the response as far as the message has it.
             return begin, max(closed, _end_of(conversation[index].text, answered, begin) or 0)
         # A later message changed how the template closes this turn. It is enough that the turn's words are in the text.
-        end = _end_of(conversation[index].text, whole, len(asked))
+        # Calls and reasoning have no words that are known here.
+        message = conversation[index]
+        end = None if message.calls or message.reasoning else _end_of(message.text, whole, len(asked))
         if end is None:
-            raise _rewritten(asked + conversation[index].text, whole)
+            raise _rewritten(asked + message.text, whole)
         return len(asked), end + len(self._stop_at(whole, end))
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Conversation, Message
 from whet.errors import DataError, RewrittenHistory
 from whet.interfaces.chat import Tokenizer, Trainable, TrainOn
 from whet_data.layouts import found_words
+from whet_data.turns import conversation_of, with_fields
 
-FIELDS = ("messages", "prompt", "completion", "text")
-"""Fields of a record: `messages`, or `prompt` and `completion`, or `text`."""
+FIELDS = ("messages", "prompt", "completion", "text", "tools")
+"""Fields of a record: `messages`, or `prompt` and `completion`, or `text`; and `tools` beside a conversation."""
 
 
 def known_fields(fields: Sequence[str]) -> Callable[[object, Any, Mapping[str, str]], None]:
@@ -52,17 +53,19 @@ def trainable(
 
     `{"messages": ...}`: the loss is on the assistant's turns. `{"prompt": ..., "completion": ...}`: the loss is on the
     completion; with `plain`, without a chat template. `{"text": ...}`: the loss is on all of it, without a template.
+    Messages may have tool calls and reasoning in fields, and a record `tools`; see `whet_data.turns`.
     `names` maps these fields to the columns of the data.
     """
     called = {name: names.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in called.items() if record.get(own) is not None}
     if "messages" in given:
-        return _turns(conversation(given["messages"]), chat, train_on)
+        return _turns(conversation_of(given["messages"]), chat, train_on, given)
     if "prompt" in given and "completion" in given and plain:
         return [chat.training_completion(_string(given["prompt"]), _string(given["completion"]))]
     if "prompt" in given and "completion" in given:
-        prompt = conversation(given["prompt"])
-        return _turns((*prompt, *_completion(given["completion"])), chat, train_on, len(prompt))
+        prompt = conversation_of(given["prompt"])
+        whole = (*prompt, *_completion(given["completion"]))
+        return _turns(whole, chat, train_on, given, len(prompt))
     if "text" in given:
         return [chat.training_text(_string(given["text"]))]
     raise DataError(
@@ -71,13 +74,16 @@ def trainable(
     )
 
 
-def _turns(whole: Conversation, chat: Tokenizer, train_on: TrainOn, first: int = 0) -> list[Trainable]:
+def _turns(
+    whole: Conversation, chat: Tokenizer, train_on: TrainOn, record: Mapping[str, Any], first: int = 0
+) -> list[Trainable]:
     """Return sequences in which each turn of the assistant is trained once, from message `first` on.
 
     A sequence has as many turns as follow each other without a change of what stands before them. A turn that the
     template renders otherwise later is trained in a sequence that ends before, as the model will write it.
     """
     turns = [i for i, message in enumerate(whole) if message.role == "assistant" and i >= first]
+    chat = with_fields(record, chat, *(whole[: i + 1] for i in turns))
     if train_on == "last" or len(turns) < 2:
         return [chat.training(whole, train_on, first)]
     found = []
@@ -106,7 +112,7 @@ def _longest(whole: Conversation, chat: Tokenizer, turns: Sequence[int]) -> tupl
 
 
 def _completion(value: Any) -> Conversation:
-    return (Message("assistant", value),) if isinstance(value, str) else conversation(value)
+    return (Message("assistant", value),) if isinstance(value, str) else conversation_of(value)
 
 
 def _string(value: Any) -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Conversation, Message
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
+from whet_data.turns import conversation_of, with_fields
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair. Without `prompt`, the other two are whole conversations."""
@@ -15,9 +16,11 @@ PAIR_FIELDS = ("prompt", "chosen", "rejected")
 def encode_pair(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a pair: the chosen sequence, then the rejected one, each with the column `chosen`.
 
-    The loss is on the assistant's turns after the prompt. Raises `DataError` that names what the record lacks.
+    The loss is on the assistant's turns after the prompt. Messages and the column `tools` are as in demonstrations.
+    Raises `DataError` that names what the record lacks.
     """
     chosen, rejected, first = pair_conversations(record, names)
+    chat = with_fields(record, chat, chosen, rejected)
     found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
     return [
         {"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length, "chosen": is_chosen}
@@ -46,18 +49,18 @@ def answered(prompt: Conversation, response: Any) -> Conversation:
     """Return the conversation of a prompt and a response: a string, the messages that follow, or all messages."""
     if isinstance(response, str):
         return (*prompt, Message("assistant", response))
-    messages = conversation(response)
+    messages = conversation_of(response)
     return messages if prompt and messages[: len(prompt)] == prompt else (*prompt, *messages)
 
 
 def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversation, Conversation, int]:
     """Return both conversations, and how many of their messages are the prompt."""
     if prompt is not None:
-        asked = conversation(prompt)
+        asked = conversation_of(prompt)
         return answered(asked, chosen), answered(asked, rejected), len(asked)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError("there is no prompt, and a response is a string; wanted whole conversations, or a prompt")
-    one, other = conversation(chosen), conversation(rejected)
+    one, other = conversation_of(chosen), conversation_of(rejected)
     if one == other:
         raise DataError("both conversations are the same; wanted two that begin alike and differ in a response")
     pairs = zip(one, other, strict=False)

@@ -22,7 +22,7 @@ PHASES: Final[tuple[Phase, ...]] = (
 
 @frozen
 class Sizes:
-    """Sizes of the parallel axes of a role: ranks = shards x tensor x context x replicate."""
+    """Sizes of the parallel axes of a role: ranks = shards x tensor x context x replicate x pipeline."""
 
     shards: int = 1
     """Ranks over which weights, gradients and moments are sharded; each has other data."""
@@ -34,11 +34,13 @@ class Sizes:
     """Ranks that share the experts of a layer. They are laid over the other axes."""
     replicate: int = 1
     """Copies of all that."""
+    pipeline: int = 1
+    """Stages of a pipeline. Consecutive ranks hold one stage."""
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-        return self.data * self.tensor * self.context
+        return self.data * self.tensor * self.context * self.pipeline
 
     @property
     def data(self) -> int:
@@ -60,6 +62,10 @@ class Case:
     """Tokens of the largest forward and backward pass of this rank."""
     longest: int = 0
     """Tokens of the longest sequence."""
+    passes: int = 0
+    """Forward and backward passes of a step on one rank, at the most. 0: it is not known."""
+    stage: int = 0
+    """The pipeline stage of the rank."""
     outputs: tuple[str, ...] = ("logprobs",)
     """The outputs of the model that losses read."""
 
@@ -115,7 +121,7 @@ class Forecast:
     """The component's section, as built-in types."""
     model: ModelInfo
     formulas: Callable[[Case], Peaks]
-    """Closed formulas. They import no torch."""
+    """Closed formulas, for a rank of the stage `Case.stage`. They import no torch."""
     tokens: int = 0
     """Tokens of one forward and backward pass, of the component's section. 0: it computes no such passes."""
     trace: str = ""

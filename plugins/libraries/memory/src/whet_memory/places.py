@@ -71,7 +71,8 @@ def _held(
     has: int | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Return the bytes of a rank on its GPU, or where it computes, and on its host, during a phase of a role."""
-    name, peaks = one.role.role, predicted[one.role.role].peaks
+    name = one.role.role
+    peaks = predicted[name].of_rank(one.rank, one.role.ranks)
     if name == role:
         held = peaks[phase]
     elif phase == "loading":

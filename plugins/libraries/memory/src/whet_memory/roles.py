@@ -5,7 +5,7 @@ formulas   of the component
 terms      the least that the plan knows: `WorkerFacts.memory`, without activations
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from attrs import evolve, frozen
@@ -32,6 +32,14 @@ class Predicted:
     peaks: Peaks
     why: str = ""
     """Why there is no trace, if one was wanted."""
+    traceable: bool = False
+    """Whether the component can be traced."""
+    stages: tuple[Peaks, ...] = ()
+    """The peaks of a rank of each pipeline stage, where there are several. Then `peaks` are of the fullest one."""
+
+    def of_rank(self, rank: int, ranks: int) -> Peaks:
+        """Return the peaks of one of the role's ranks."""
+        return self.stages[rank * len(self.stages) // ranks] if self.stages else self.peaks
 
     def to_dict(self) -> dict[str, Any]:
         """Return bytes by phase, `{"train": {"device": ..., "host": ...}, ..., "source": ...}`."""
@@ -57,16 +65,28 @@ def _of_role(
     if not isinstance(forecast, Forecast):
         return Predicted(one.role, "terms", _ordered(_of_terms(one, role, gpu)))
     case = case_of(config, roles, plan, one, forecast)
+    if case.sizes.pipeline > 1:
+        found = [forecast.formulas(evolve(case, stage=stage)) for stage in range(case.sizes.pipeline)]
+        stages = tuple(_ordered(_with_copies(peaks, one)) for peaks in found)
+        return Predicted(one.role, "formulas", _fullest(stages), stages=stages)
     closed = _with_copies(forecast.formulas(case), one)
     if not (forecast.trace and tracer):
-        return Predicted(one.role, "formulas", _ordered(closed))
+        return Predicted(one.role, "formulas", _ordered(closed), traceable=bool(forecast.trace))
     try:
         traced = tracer.peaks(forecast.trace, case) if start else tracer.known(forecast.trace, case)
     except TraceError as error:
-        return Predicted(one.role, "formulas", _ordered(closed), str(error))
+        return Predicted(one.role, "formulas", _ordered(closed), str(error), traceable=True)
     if traced is None:
-        return Predicted(one.role, "formulas", _ordered(closed))
+        return Predicted(one.role, "formulas", _ordered(closed), traceable=True)
     return Predicted(one.role, "trace", _ordered(_joined(closed, traced)))
+
+
+def _fullest(stages: Sequence[Peaks]) -> Peaks:
+    """Return the most of each phase over stages."""
+    return {
+        phase: Peak(max(one[phase].device for one in stages), max(one[phase].host for one in stages))
+        for phase in stages[0]
+    }
 
 
 def _joined(closed: Peaks, traced: Peaks) -> dict[Phase, Peak]:
@@ -120,11 +140,12 @@ def case_of(config: Config, roles: Roles, plan: Plan, one: RolePlan, forecast: F
     sequences = facts.records_per_step or (facts.group_size or 0) * (facts.groups_per_step or 0)
     sequences *= 2 if facts.data_format == "pairs" else 1
     tokens = max(forecast.tokens, limit)  # a longer sequence than micro_batch_tokens is computed in one pass
+    of_step = longest * -(-sequences // sizes.data)
     if sequences:
-        tokens = min(tokens, longest * -(-sequences // sizes.data))
+        tokens = min(tokens, of_step)
     return Case(
         forecast.settings, forecast.model, sizes, role.trained, "cpu" if one.devices[0] == "cpu" else "gpu", tokens,
-        min(longest, tokens), _outputs(roles, one.role, role),
+        min(longest, tokens), -(-of_step // max(1, tokens)), outputs=_outputs(roles, one.role, role),
     )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from whet.plan.memory import HOST, size
+from whet_memory.case import Peak
 from whet_memory.places import Moment
 from whet_memory.roles import Predicted
 
 _SOURCES = {
     "trace": "traced: the training step itself, on tensors without memory",
-    "formulas": "by formulas, which can be a fifth off; `whet check --trace` is exact",
+    "formulas": "by formulas, which can be a fifth off",
     "terms": "weights, cache and the like alone, without activations",
 }
 
@@ -21,24 +22,34 @@ def lines(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterat
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for row in rows:
         yield "  " + "  ".join((*(row[i].ljust(widths[i]) for i in range(3)), row[3])).rstrip()
-    for source, words in _SOURCES.items():
-        if names := [name for name, one in predicted.items() if one.source == source]:
-            yield f"  {', '.join(names)}: {words}"
+    for words in dict.fromkeys(_source(one) for one in predicted.values()):
+        yield f"  {', '.join(name for name, one in predicted.items() if _source(one) == words)}: {words}"
+    if names := [name for name, one in predicted.items() if one.stages]:
+        yield f"  {', '.join(names)}: of one rank of each pipeline stage, from the first to the last"
     for name, one in predicted.items():
         if one.why:
             yield f"  {name} was not traced: {one.why}"
 
 
+def _source(one: Predicted) -> str:
+    exact = "; `whet check --trace` is exact" if one.source == "formulas" and one.traceable else ""
+    return _SOURCES[one.source] + exact
+
+
 def _rows(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterator[tuple[str, str, str, str]]:
     for name, one in predicted.items():
         for phase, peak in one.peaks.items():
-            own = size(peak.device) + (f" + {size(peak.host)} host" if peak.host else "")
+            own = " | ".join(_of_one(stage[phase]) for stage in one.stages) or _of_one(peak)
             here = [moment for moment in found if (moment.role, moment.phase) == (name, phase)]
             worst = [
                 max(group, key=lambda moment: (moment.share, moment.needs))
                 for group in ([m for m in here if m.place != HOST], [m for m in here if m.place == HOST]) if group
             ]  # fmt: skip
             yield name, phase, own, "; ".join(map(_words, worst))
+
+
+def _of_one(peak: Peak) -> str:
+    return size(peak.device) + (f" + {size(peak.host)} host" if peak.host else "")
 
 
 def _words(moment: Moment) -> str:

@@ -39,7 +39,7 @@ class MessagesDialect:
         fields.model()
         prompt = (*_system(fields.take("system", "")), *_read(fields.take("messages")))
         choice, parallel = _choice(fields.take("tool_choice", {"type": "auto"}))
-        tools, called = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
+        tooling = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
         thinking = fields.mapping("thinking").get("type", "disabled")
         if thinking not in ("disabled", "enabled", "adaptive"):
             raise unwanted("thinking", thinking, "the type enabled, adaptive or disabled")
@@ -47,7 +47,7 @@ class MessagesDialect:
         tokens = fields.flag("return_token_ids")
         fields.rest()
         return evolve(
-            request, tools=tools, reads_calls=called, show_reasoning=thinking != "disabled", show_tokens=tokens,
+            fields.held(request, tooling), show_reasoning=thinking != "disabled", show_tokens=tokens,
             ignored=fields.ignored,
         )  # fmt: skip
 
@@ -240,12 +240,13 @@ def _text(param: str, value: Any) -> str:
     raise unwanted(param, value, "text, or a list of blocks of text")
 
 
-def _choice(value: Any) -> tuple[str, bool]:
+def _choice(value: Any) -> tuple[Any, bool]:
     """Return `tool_choice` and `parallel_tool_calls` as in Chat."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("auto", "none", "any", "tool"):
         raise unwanted("tool_choice", value, "the type auto, none, any or tool")
-    return "required" if kind in ("any", "tool") else str(kind), not value.get("disable_parallel_tool_use")
+    named = {"any": "required", "tool": {"type": "function", "name": value.get("name")}}
+    return named.get(kind, kind), not value.get("disable_parallel_tool_use")
 
 
 def _tools(given: Any, fields: Fields) -> list[Any]:

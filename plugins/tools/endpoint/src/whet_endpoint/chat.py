@@ -174,7 +174,7 @@ def read_chat(body: Any, rules: Rules) -> ApiRequest:
     fields = Fields(body, rules)
     fields.model()
     messages = read_messages(fields.take("messages"))
-    tools, called = fields.tools(
+    tooling = fields.tools(
         fields.take("tools", []), fields.take("tool_choice", "auto"), fields.take("parallel_tool_calls", True)
     )
     limits = [fields.integer(name, 1, None) for name in ("max_completion_tokens", "max_tokens")]
@@ -182,7 +182,7 @@ def read_chat(body: Any, rules: Rules) -> ApiRequest:
     likeliest, schema = fields.likeliest(), fields.schema("response_format", _form(fields.mapping("response_format")))
     fields.flag("store")
     request = fields.request(messages, min((n for n in limits if n is not None), default=None))
-    request = evolve(request, sampling=evolve(request.sampling, schema=schema), tools=tools, reads_calls=called)
+    request = fields.held(request, tooling, schema)
     return _finished(evolve(request, likeliest=likeliest, show_logprobs=logprobs), fields)
 
 

@@ -52,6 +52,12 @@ class Choice:
         return bool(self.calls) and self.completion.stop == "stop"
 
 
+def cut_short(name: str) -> Choice:
+    """Return the choice of a response for which the context had no room: no token, and stopped by the length."""
+    none = np.zeros(0, np.int64)
+    return Choice(none, Completion(name, none, np.zeros(0, np.float32), "length", ()), "")
+
+
 @frozen(eq=False)
 class Tokens:
     """Some tokens of a completion, to be shown with their logprobs."""

@@ -16,6 +16,7 @@ from whet.data.messages import Conversation, Tools
 from whet.data.records import IntArray, Sampling
 from whet.errors import WhetError
 from whet_endpoint.errors import ApiError, unwanted
+from whet_endpoint.forced import Tooling, calls_schema, forces
 from whet_endpoint.messages import is_text, read_tools
 
 MODEL = "policy"
@@ -100,6 +101,8 @@ class ApiRequest:
     """Tools that the prompt describes."""
     reads_calls: bool = False
     """Whether calls of tools are parsed, rather than shown as text."""
+    forces_calls: bool = False
+    """Whether the text is held to the schema of calls in `whet_endpoint.forced`, and is read as these."""
     show_reasoning: bool = True
     """Whether the model's reasoning is shown, apart from the text."""
     history: Conversation = ()
@@ -230,20 +233,39 @@ class Fields:
             raise unwanted(name, value, f"text or a list of at most {MOST_STOPS}, of 1 to {LONGEST_STOP} characters")
         return tuple(stops)
 
-    def tools(self, given: list[Any], choice: Any, parallel: Any) -> tuple[Tools, bool]:
-        """Return tools, and whether calls of them are parsed. `given`, `choice` and `parallel` are as in Chat."""
+    def tools(self, given: list[Any], choice: Any, parallel: Any) -> Tooling:
+        """Return tools, and what becomes of calls. `given`, `choice` and `parallel` are as in Chat."""
         tools, strict = read_tools(given)
-        if strict:
+        forced = forces(choice) and self._can_force(choice)
+        schema = calls_schema(tools, choice, parallel is True) if forced else ""
+        if len(schema) > LONGEST_SCHEMA:
+            raise unwanted("tools", given, f"schemas of at most {LONGEST_SCHEMA} characters for a forced call")
+        if strict and not forced:
             why = f"{strict}.function.strict is set, and {FREELY}: arguments are not held to a schema"
             self.unsupported("tools", why, "strict")
-        if choice not in ("auto", "none"):
-            why = f"tool_choice is {choice!r:.80}, and {FREELY}: it cannot be made to call; wanted auto or none"
-            self.unsupported("tool_choice", why)
-            choice = "auto"
-        if tools and parallel is not True:
+        if tools and parallel is not True and not forced:
             why = f"parallel_tool_calls is {parallel!r:.80}, and {FREELY}: it may call several tools"
             self.unsupported("parallel_tool_calls", why)
-        return tools, bool(tools) and choice == "auto"
+        return Tooling(tools, bool(tools) and choice != "none", schema)
+
+    def _can_force(self, choice: Any) -> bool:
+        """Return whether calls can be forced; where it is not allowed to go on without, raise `ApiError`."""
+        named = f"tool_choice is {choice!r:.80}"
+        if self.rules.fixed:
+            why = f"{named}, and {FREELY}: it cannot be made to call; wanted auto or none"
+        elif "schema" not in self.rules.extras:
+            why = f"{named}, and this generator cannot hold a text to a JSON schema of calls; wanted auto or none"
+        else:
+            return True
+        self.unsupported("tool_choice", why)
+        return False
+
+    def held(self, request: ApiRequest, tooling: Tooling, schema: str = "") -> ApiRequest:
+        """Return a request with its tools, held to the schema of forced calls, else to that of its text."""
+        return evolve(
+            request, sampling=evolve(request.sampling, schema=tooling.schema or schema), tools=tooling.tools,
+            reads_calls=tooling.reads_calls, forces_calls=bool(tooling.schema),
+        )  # fmt: skip
 
     def likeliest(self) -> int:
         """Return the number of likeliest tokens to show, where the generator reports them."""

@@ -37,7 +37,7 @@ class ResponsesDialect:
             raise unwanted("instructions", instructions, "text")
         prompt = (Message("system", instructions), *history) if instructions else history
         choice, parallel = fields.take("tool_choice", "auto"), fields.take("parallel_tool_calls", True)
-        tools, called = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
+        tooling = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
         show_logprobs, likeliest = self._logprobs(fields)
         self._without_effect(fields)
         form = fields.mapping("text")
@@ -47,14 +47,14 @@ class ResponsesDialect:
         fields.rest()
         asked |= {
             "instructions": instructions or None, "previous_response_id": previous, "store": stores,
-            "tools": [_shown_tool(json.loads(tool)) for tool in tools], "parallel_tool_calls": True,
-            "tool_choice": choice if choice in ("auto", "none") else "auto",
+            "tools": [_shown_tool(json.loads(tool)) for tool in tooling.tools],
+            "parallel_tool_calls": parallel if tooling.schema else True,
+            "tool_choice": choice if tooling.schema or choice in ("auto", "none") else "auto",
             "text": {"format": form.get("format") if schema else {"type": "text"}},
             "max_output_tokens": request.sampling.max_tokens, "top_logprobs": likeliest,
         }  # fmt: skip
         return evolve(
-            request, sampling=evolve(request.sampling, schema=schema), tools=tools, reads_calls=called,
-            show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
+            fields.held(request, tooling, schema), show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
             history=history, kept=stores, asked=asked, ignored=fields.ignored,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The HTTP server of all endpoints; the only module that imports aiohttp.
 
-No content of a request is logged. A body is read only with a valid key, and up to the limits of the config.
+No content of a request is logged. A body is read only with a valid key, and up to the limits of the config. Agents of
+NeMo Gym can send a key in the body alone, so few bodies without a key elsewhere are read at a time.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from whet.data.bounded import loads
 from whet.errors import WhetError
 from whet_endpoint.anthropic_messages import MessagesDialect
 from whet_endpoint.chat import ChatDialect, TextDialect, model, models, openai_error
+from whet_endpoint.choices import cut_short
 from whet_endpoint.dialects import Dialect
 from whet_endpoint.errors import ApiError
 from whet_endpoint.requests import MODEL, ApiRequest
@@ -46,6 +48,10 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 ROLLOUT = re.compile(r"/ng-rollout/([^/]+)(?:/training-token-capture)?(/v1/.*)")
 """A path of NeMo Gym, whose agents send no key: the key stands in the place of the rollout's id."""
+KEY = "whet_key"
+"""The entry with the key in the `metadata` of a request of NeMo Gym's agents, which pass a record's metadata on."""
+MOST_WITHOUT_KEY = 8
+"""Most bodies that are read at a time before their key is known."""
 
 
 class Server:
@@ -61,6 +67,7 @@ class Server:
             keepalive_timeout=IDLE_SECONDS,
         )  # fmt: skip
         self._listening: asyncio.Server | None = None
+        self._without_key = asyncio.Semaphore(MOST_WITHOUT_KEY)
         self.base_url = ""
         """The address for clients, e.g. `http://127.0.0.1:41234/v1`."""
 
@@ -109,6 +116,11 @@ class Server:
 
     async def _respond(self, request: Any) -> Any:
         key, path = _key_and_path(request)
+        gym, body = ROLLOUT.fullmatch(request.path) is not None, None
+        if not key and path == "/v1/responses" and request.method == "POST":
+            async with self._without_key:
+                body = await self._body(request)
+            key, gym = _key_in(body), True
         session = self._find(key)
         if session is None:
             raise ApiError(401, "the key is not valid, or no longer", code="invalid_api_key")
@@ -120,8 +132,9 @@ class Server:
         if path not in DIALECTS:
             return web.json_response(models() if path == "/v1/models" else model())
         dialect = DIALECTS[path]
-        parsed = dialect.read(await self._body(request), session.responder.rules, session.memory)
-        if ROLLOUT.fullmatch(request.path):
+        body = await self._body(request) if body is None else body
+        parsed = dialect.read(body, session.responder.rules, session.memory)
+        if gym:
             parsed = evolve(parsed, show_tokens=True)
         if parsed.ignored:
             self._counts["requests with ignored parameters"] += 1
@@ -129,7 +142,13 @@ class Server:
         name, pieces = secrets.token_hex(12), session.responder.chat.pieces
         if parsed.stream:
             return await self._stream(request, session, parsed, name, dialect, headers)
-        choices = await session.respond(parsed, name)
+        try:
+            choices = await session.respond(parsed, name)
+        except ApiError as error:
+            if not gym or error.code != "context_length_exceeded":
+                raise
+            # An agent of NeMo Gym fails with an error, and has what there is verified after an incomplete response.
+            parsed, choices = evolve(parsed, show_tokens=False), [cut_short(name)]
         return web.json_response(dialect.response(parsed, name, choices, pieces), headers=headers)
 
     async def _stream(
@@ -175,6 +194,13 @@ def _key_and_path(request: Any) -> tuple[str, str]:
     if found := ROLLOUT.fullmatch(path):
         key, path = found[1], found[2]
     return key, path
+
+
+def _key_in(body: Any) -> str:
+    """Return the key in the metadata of a body. Empty: it has none."""
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    key = metadata.get(KEY) if isinstance(metadata, dict) else None
+    return key if isinstance(key, str) else ""
 
 
 def _error(error: ApiError, path: str) -> Any:

@@ -61,6 +61,8 @@ class RunningText:
             return
         self._text += after[len(before) :]
         self._read, self._done = self._done, len(usable)
+        if self._request.forces_calls:
+            return  # all of it is calls, which are sent whole
         stops = self._request.stops
         text = shown(self._text, stops)
         if len(text) == len(self._text):

@@ -15,6 +15,7 @@ from attrs import frozen
 from whet.component import Kind
 from whet.config.sections import Config
 from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
 from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
@@ -70,8 +71,10 @@ def combinations(registry: Registry, algorithms: Iterable[str] = ()) -> Iterator
             yield Combination(name, **dict(zip(choices, chosen, strict=True)))
 
 
-def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **algorithm: Any) -> list[str]:
-    """Return the problems that `whet check` reports for a combination.
+def reasons(
+    one: Combination, base: Mapping[str, Any], registry: Registry, model: ModelInfo = MODEL, **algorithm: Any
+) -> list[str]:
+    """Return the problems that `whet check` reports for a combination with a model.
 
     `base` holds the other sections of the config, `algorithm` further keys of the section `algorithm`. An algorithm
     reads either rollouts or data, so the section that it does not read (`environments` or `data`) is left out.
@@ -81,10 +84,10 @@ def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **alg
         config = structure(document, Config, registry)
     except ConfigError as error:
         return list(error.problems)
-    facts = gather_facts(config, MODEL)
+    facts = gather_facts(config, model)
     fed = "rollouts" in make_roles(config, facts).algorithm.inputs
     config = attrs.evolve(config, data=None) if fed else attrs.evolve(config, environments=[])
-    _, problems = make_plan(config, MODEL, make_roles(config, facts), Machine(cores=8))
+    _, problems = make_plan(config, model, make_roles(config, facts), Machine(cores=8))
     return [str(problem) for problem in (*registry.problems(config), *problems)]
 
 

@@ -83,6 +83,8 @@ class FakeModel:
         """The recorded rewards of this sequence: name, value, and `turn`, `sequence` or `agent`."""
         self.log: dict[str, Any] = {}
         """What `record` has recorded."""
+        self.endpoints = InstalledEndpoints()
+        """What opens the endpoint of the model. Models that share it listen at one address, as those of a run."""
         self.episode = EpisodeInfo("train", True, 0, 0, 0, seed=1, group_seed=2)
         """What the environment is told about the episode. Replace it to test another split, sample or difficulty."""
 
@@ -156,7 +158,7 @@ class FakeModel:
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an endpoint that answers by the script. `messages` becomes the last conversation of the endpoint."""
         sequence = _ScriptedSequence(self, self._next, self._stop, [(_NO_TOKENS, tuple(self.messages))])
-        return InstalledEndpoints().open(sequence, ByteChat(), Sampling(), ignore)
+        return self.endpoints.open(sequence, ByteChat(), Sampling(), ignore)
 
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)

@@ -15,6 +15,12 @@ from whet.data.records import Sampling
 
 BLOCK = 64
 """Number of steps whose draws are made at a time."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms_at(seeds: NDArray[np.uint64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return one draw of each seed: draw `steps[i]` of seed i, as in `uniforms`. seeds, steps [B] -> [B]."""
+    return _unit(_mix(_mix(seeds) + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
 
 
 def uniforms(seeds: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
@@ -22,8 +28,11 @@ def uniforms(seeds: NDArray[np.uint64], first: int, count: int) -> NDArray[np.fl
 
     SplitMix64 (Steele, Lea and Flood 2014), counting from the hashed seed.
     """
-    step = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = _mix(_mix(seeds)[:, None] + step)
+    step = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN
+    return _unit(_mix(_mix(seeds)[:, None] + step))
+
+
+def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     # 52 bits: the largest draw times a total is still below the total after rounding.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
@@ -58,9 +67,10 @@ class Sampler:
         self._top_k, self._top_p = self._top_k[rows], self._top_p[rows]
         self._draws = self._draws[rows]
 
-    def draw(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, step: int | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Draw a token for each row. logits [B, V] -> tokens [B], logprobs [B] float32.
 
+        step: the number of tokens that all rows have drawn before, or that of each row [B].
         Logprobs are of log_softmax(logits / temperature) over the whole vocabulary; at temperature 0 they are of
         log_softmax(logits). If the logits are not finite, the logprob is not finite either.
         """
@@ -88,7 +98,9 @@ class Sampler:
         logprobs, tokens = (logits.float() / self._temperature).log_softmax(-1).topk(count)
         return tokens, logprobs
 
-    def _draw(self, step: int) -> Tensor:
+    def _draw(self, step: int | NDArray[np.int64]) -> Tensor:
+        if not isinstance(step, int):
+            return torch.from_numpy(uniforms_at(self._seeds, step)).to(self._device)[:, None]
         if step // BLOCK != self._block:
             self._block = step // BLOCK
             self._draws = torch.from_numpy(uniforms(self._seeds, self._block * BLOCK, BLOCK)).to(self._device)

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from whet.data.files import disk_errors
 from whet.errors import CheckpointError, WhetError
-from whet_fsdp2.lora import Adapters
 from whet_weights.adapter import CONFIG, WEIGHTS, read_peft, write_peft
 
 BASE = "base"
@@ -16,17 +19,23 @@ SAMPLED_BYTES = 4096
 """Bytes of each tensor that a digest is of."""
 
 
-def write(folder: Path, adapters: Adapters, model: str, digest: str) -> None:
-    """Write adapters durably. `model` is the folder of the model, and `digest` its `base_digest`."""
-    write_peft(folder, dict(adapters.stored()), adapters.peft_config(model), {BASE: digest})
+def write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], digest: str) -> None:
+    """Write an adapter durably, by PEFT's names. `config`: PEFT's. `digest`: `base_digest` of the model's folder."""
+    write_peft(folder, tensors, config, {BASE: digest})
     with disk_errors(folder):
         for name in (WEIGHTS, CONFIG):
             with (folder / name).open("rb+") as stream:
                 os.fsync(stream.fileno())
 
 
-def read(folder: Path, adapters: Adapters, model: str, digest: str) -> None:
-    """Set adapters from a folder that `write` wrote. Raises `CheckpointError` if they are of other weights."""
+def read(
+    folder: Path, accept: Callable[[dict[str, Tensor], str], None], model: str, digest: str
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return an adapter that `write` wrote, once `accept` has taken it and the name of the folder.
+
+    Raises `CheckpointError` if it is of other weights than those in the folder `model`, or if `accept` raises
+    `WhetError`.
+    """
     from safetensors import safe_open
 
     try:
@@ -38,11 +47,12 @@ def read(folder: Path, adapters: Adapters, model: str, digest: str) -> None:
                 f"{folder} has an adapter of other weights than those in {model}; set model.path to the model that "
                 "it was trained on, or export the run and begin a new one"
             )
-        adapters.put(tensors, str(folder))
+        accept(tensors, str(folder))
     except CheckpointError:
         raise
     except WhetError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    return tensors
 
 
 def base_digest(folder: Path) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data.records import Sampling
-from whet_hf.sampling import Sampler, uniforms
+from whet_generation.sampling import Sampler, uniforms, uniforms_at
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,17 @@ def test_a_draw_does_not_depend_on_how_many_are_made_at_once() -> None:
     assert np.array_equal(whole[:, 130:140], uniforms(seeds, 130, 10))
     assert np.array_equal(whole[1:2], uniforms(seeds[1:2], 0, 200))
     assert ((whole >= 0) & (whole < 1)).all()
+
+
+def test_rows_at_steps_of_their_own_draw_what_they_draw_together() -> None:
+    seeds, steps = np.array([1, 2**63, 2**64 - 1, 5], np.uint64), np.array([0, 3, 64, 199])
+    whole = uniforms(seeds, 0, 200)
+    assert np.array_equal(uniforms_at(seeds, steps), whole[np.arange(4), steps])
+    logits, samplings = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)), [Sampling()] * 4
+    tokens, logprobs = Sampler(samplings, seeds.tolist(), CPU).draw(logits, steps)
+    for row, step in enumerate(steps):
+        alone, logprob = Sampler(samplings[:1], [int(seeds[row])], CPU).draw(logits[row : row + 1], int(step))
+        assert (tokens[row], logprobs[row]) == (alone[0], logprob[0])
 
 
 def test_a_row_draws_the_same_in_any_company() -> None:

@@ -1,0 +1,301 @@
+"""Closed formulas for the peaks of a rank of each pipeline stage, and what can be changed to lower them. No torch.
+
+One layer keeps for the backward pass, for each token of a rank, with hidden size H, queries Q and keys K of all heads,
+feed-forward size I, and bytes b of a number in the forward pass (counted in plain layers, and read from the code of
+Transformer Engine, whose kernels no CPU has):
+
+                    Transformer Engine                    plain layers, a test vehicle
+    norms           2 x 2 b H                             2 x (8 + b) H, computed in float32
+    attention       b (2 Q + 2 K + K + Q) + 4 heads       the same, rotations, and a mask of all tokens of a row
+    feed-forward    3 b I                                 5 b I
+    experts         b k (H + 4 I), k experts a token      b k (H + 6 I)
+
+    selective       without the mask and the sums of attention
+    checkpointing   b H
+
+A pipeline rank keeps the activations of several passes: stage p of P of P - p passes (1F1B, Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2), with v virtual stages of 2 (P - p - 1) + (v - 1) P + 1 runs of layers.
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from attrs import frozen
+
+from whet.config.structure import structure
+from whet.data.model_info import DTYPE_BYTES
+from whet_megatron import memory
+from whet_megatron.architecture import Architecture, read
+from whet_megatron.config import MegatronConfig, teacher_of
+from whet_megatron.parallel import ParallelConfig, padded_rows
+from whet_memory.case import Case, Peak, Peaks, Saving, Sizes
+
+CHUNK_BYTES = 128 << 20
+"""See `whet_ops.logprobs`, which imports torch."""
+BUCKET_BYTES = 256 << 20
+"""See `whet_weights.bucket_stream`."""
+
+
+def sizes_of(config: MegatronConfig, ranks: int) -> Sizes:
+    """Return the sizes of the parallel axes for a number of ranks."""
+    of = config.parallel
+    data = max(1, ranks // (of.tensor * of.context * of.pipeline))
+    return Sizes(data, of.tensor, of.context, of.expert, pipeline=of.pipeline)
+
+
+@frozen
+class Stage:
+    """A rank of a pipeline stage: what the formulas count with."""
+
+    case: Case
+    config: MegatronConfig
+    model: Architecture
+
+    @property
+    def of(self) -> ParallelConfig:
+        """Return the sizes of the parallel axes."""
+        return self.config.parallel
+
+    @property
+    def number(self) -> int:
+        """Return the bytes of a number in the forward pass."""
+        return DTYPE_BYTES[self.case.model.dtype]
+
+    @property
+    def low(self) -> bool:
+        """Return whether the forward pass computes in 16 bits."""
+        return self.number < 4
+
+    @property
+    def plain(self) -> bool:
+        """Return whether layers are plain PyTorch modules."""
+        return self.case.device == "cpu" or self.config.layers == "test"
+
+    @property
+    def last(self) -> bool:
+        """Return whether this is the last stage, which has the head."""
+        return self.case.stage == self.of.pipeline - 1
+
+    @property
+    def value(self) -> bool:
+        """Return whether the head gives one number for each token."""
+        return self.config.head == "value"
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a pass on one rank."""
+        return ceil(self.case.tokens / self.of.context)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of embedding and head on one rank."""
+        return padded_rows(self.model.vocabulary, self.of.tensor, self.config.vocabulary_multiple)
+
+    @property
+    def outer(self) -> int:
+        """Return the ranks between which the tokens of norms and residuals are split."""
+        return self.of.tensor if self.of.sequence else 1
+
+
+def formulas(case: Case) -> Peaks:
+    """Return the peaks of each phase on a rank of the stage `case.stage`."""
+    config = structure(dict(case.settings), MegatronConfig, None)
+    model = read(case.model)
+    stage = Stage(case, config, model)
+    dense, sparse = memory.held(config.parallel, model, config.vocabulary_multiple, case.stage, value=stage.value)
+    frozen = stage.number * (1 + config.reference) * (dense + sparse) + _teacher(stage)
+    gradients = 4 * (dense + sparse) if case.trained else 0
+    shared = memory.state(config.parallel, case.sizes.ranks, dense, sparse, sharded=config.optimizer.distributed)
+    state = (12 if stage.low else 8) * shared if case.trained else 0
+    idle, gpu = frozen + gradients + state, case.device == "gpu"
+    matrix = stage.rows * config.parallel.tensor * model.hidden
+    whole = 4 * max(matrix, 3 * model.hidden * model.mlp)  # gathered, and beside it that of other stages
+    peaks: dict[str, Peak] = {
+        # Trained weights are copied into Megatron's buffer, beside which that of gradients is there already.
+        "loading": Peak(frozen + gradients + (stage.number * (dense + sparse) if case.trained else 0)),
+        "idle": Peak(idle),
+        "weight_sync": Peak(idle + whole * (case.sizes.ranks > 1) + BUCKET_BYTES * gpu),
+        "asleep": Peak(0, frozen + state if gpu else 0),
+    }
+    if case.trained:
+        peaks["train"] = Peak(idle + _training(stage))
+        peaks["optimizer"] = Peak(idle + _stepping(stage, shared))
+    else:
+        peaks["score"] = Peak(idle + max(_passing(stage), _head(stage, backward=False)))
+    return peaks  # type: ignore[return-value]  # the keys are phases
+
+
+def _teacher(stage: Stage) -> int:
+    """Return the bytes of a teacher's weights, and of its hidden states at all tokens of a step."""
+    config = stage.config
+    if not config.teacher:
+        return 0
+    found = teacher_of(config, stage.case.model)
+    model = stage.model if found is None else read(found)
+    weights = sum(memory.held(config.parallel, model, config.vocabulary_multiple, stage.case.stage))
+    hidden = max(1, stage.case.passes) * stage.tokens * model.hidden if stage.last else 0
+    return stage.number * (weights + hidden)
+
+
+def in_flight(stage: Stage) -> int:
+    """Return the runs of layers whose activations a rank keeps at a time."""
+    of, passes = stage.of, stage.case.passes
+    after = of.pipeline - 1 - stage.case.stage
+    if of.virtual == 1:
+        return min(after + 1, passes or after + 1)
+    runs = 2 * after + (of.virtual - 1) * of.pipeline + 1
+    return min(runs, ceil(passes / of.pipeline) * of.pipeline * of.virtual if passes else runs)
+
+
+def _training(stage: Stage) -> int:
+    """Return the most bytes of forward and backward passes, beyond what is held between them."""
+    run = _run(stage)
+    # The backward pass of a layer begins while all of its own activations are there.
+    kept = in_flight(stage) * run + (_recomputed(stage) if stage.config.gradient_checkpointing else 0)
+    begins = in_flight(stage) * run + (_final(stage) if stage.last else 0)
+    return max(kept + _gradients(stage), begins + (_head(stage, backward=True) if stage.last else 0))
+
+
+def _run(stage: Stage) -> int:
+    """Return the bytes that one run of layers keeps of one pass."""
+    of, hidden = stage.of, stage.number * stage.tokens * stage.model.hidden // stage.outer
+    layers = stage.model.layers // of.stages
+    kept = _kept(stage)
+    # What came from the stage before and, where nothing frees it, what goes to the next one.
+    sent = hidden * ((of.pipeline > 1) + (of.pipeline > 1 and stage.plain))
+    return layers * kept + sent
+
+
+def _kept(stage: Stage) -> int:
+    """Return the bytes that one layer keeps of one pass for its backward pass."""
+    if stage.config.gradient_checkpointing is True:
+        return stage.number * stage.tokens * stage.model.hidden // stage.outer
+    whole = _layer(stage)
+    return whole - _attention_sums(stage) if stage.config.gradient_checkpointing == "selective" else whole
+
+
+def _recomputed(stage: Stage) -> int:
+    """Return the bytes that are computed again for the backward pass of one layer."""
+    return _layer(stage) if stage.config.gradient_checkpointing is True else _attention_sums(stage)
+
+
+def _layer(stage: Stage) -> int:
+    """Return the bytes of the activations of one layer that its backward pass needs."""
+    model, number, tensor = stage.model, stage.number, stage.of.tensor
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norm = (8 + number) if stage.plain else 2 * number
+    per_token = 2 * norm * model.hidden / stage.outer
+    # Of all heads: queries, keys and values as one tensor, both rotated, the result, which the next product keeps.
+    per_token += number * (2 * query + 3 * key) / tensor
+    if model.qk_norm:
+        per_token += ((4 + number) * query + (4 + number * stage.low) * key) / tensor
+    if stage.plain:
+        per_token += 4 * number * model.head_dim  # sines and cosines
+    if stage.of.context > 1:  # keys and values of all ranks
+        per_token += 2 * number * key * stage.of.context / tensor
+    per_token += _feed_forward(stage)
+    return round(per_token * stage.tokens) + _attention_sums(stage)
+
+
+def _feed_forward(stage: Stage) -> float:
+    """Return the bytes that a token's feed-forward layer keeps."""
+    model, number = stage.model, stage.number
+    fused = 0 if stage.plain else 2
+    if not model.experts:
+        return number * (5 - fused) * model.mlp / stage.of.tensor
+    # Tokens of all tensor parallel ranks meet at the experts of one of them, each as often as it has experts there.
+    copies = model.experts_per_token / stage.of.tensor if stage.outer > 1 else model.experts_per_token
+    return number * copies * (model.hidden + (6 - fused) * model.expert_mlp) + 5 * model.experts
+
+
+def _attention_sums(stage: Stage) -> int:
+    """Return the bytes of attention that `selective` computes again: sums of each head, and the mask of plain layers,
+    in which each token of a rank has a number for each token of the row.
+    """
+    sums = 4 * stage.tokens * stage.model.heads // stage.of.tensor
+    return sums + (stage.number * stage.tokens * stage.case.tokens if stage.plain else 0)
+
+
+def _final(stage: Stage) -> int:
+    """Return the bytes that the last norm keeps, and the hidden states that the head reads."""
+    norm = (8 + stage.number) if stage.plain else 2 * stage.number
+    return stage.tokens * stage.model.hidden * norm // stage.outer + stage.number * stage.tokens * stage.model.hidden
+
+
+def _gradients(stage: Stage) -> int:
+    """Return the bytes of gradients that live a moment in the backward pass of one layer."""
+    model, tensor = stage.model, stage.of.tensor
+    width = model.experts_per_token * model.expert_mlp if model.experts else model.mlp / tensor
+    one = 3 * model.hidden * model.expert_mlp if model.experts else 2 * model.hidden * model.mlp / tensor
+    tied = stage.rows * model.hidden if model.tied and stage.of.pipeline == 1 and not stage.value else 0
+    return round(stage.number * (stage.tokens * (2 * model.hidden + 3 * width) + one + tied))
+
+
+def _passing(stage: Stage) -> int:
+    """Return the bytes of a forward pass of which nothing is kept."""
+    return _layer(stage) // 2
+
+
+def _head(stage: Stage, *, backward: bool) -> int:
+    """Return the most bytes of the head: logits of one chunk of tokens, and gradients of its weight."""
+    if stage.value or not stage.last:
+        return 0
+    rows = ceil(stage.model.vocabulary / stage.of.tensor)
+    divergence = any(name.startswith(("kl_", "jensen")) for name in stage.case.outputs)
+    chunk = stage.config.logprob_chunk or max(1, CHUNK_BYTES // ((8 if divergence else 4) * rows))
+    whole = 4 * rows * min(stage.tokens, chunk)
+    several, split = stage.tokens > chunk, stage.of.tensor > 1
+    # Logits, logprobs and, of a shared vocabulary, exponentials; and what the chunk before has left.
+    first = (3 if split else 2) * whole
+    forward, again = first + several * whole, first + stage.number * whole // 4 if several else 2 * whole
+    if stage.low and not several:
+        again += whole // 2
+    if divergence:
+        forward, again = 2 * forward, 2 * forward
+    weight = stage.rows * stage.model.hidden
+    if not backward:
+        return forward
+    gradient = 4 * weight + stage.number * stage.tokens * stage.model.hidden
+    # The padding of the vocabulary is cut off, so the gradient is copied in the end.
+    least = stage.low * (again - whole + 2 * weight)
+    return max(forward, gradient + max(again, least, stage.number * weight))
+
+
+def _stepping(stage: Stage, state: int) -> int:
+    """Return the bytes of an optimizer step: two copies of the largest weight in plain PyTorch, none in a kernel."""
+    if not stage.plain:
+        return 0
+    model, ends = stage.model, (0, stage.of.pipeline - 1)
+    width = model.expert_mlp if model.experts else model.mlp // stage.of.tensor
+    largest = max(2 * width, stage.rows if stage.case.stage in ends else 0) * model.hidden
+    return 8 * min(largest, state)
+
+
+def savings(case: Case) -> tuple[Saving, ...]:
+    """Return the changes of this section that can lower the peak, the cheapest first."""
+    return tuple(_savings(case, structure(dict(case.settings), MegatronConfig, None)))
+
+
+def _savings(case: Case, config: MegatronConfig) -> Iterator[Saving]:
+    of, experts = config.parallel, case.model.experts
+    if case.trained and not config.optimizer.distributed:
+        yield Saving("optimizer.distributed", True, "weights are gathered after each step")
+    if of.tensor > 1 and not of.sequence:
+        yield Saving("parallel.sequence", True, "nothing")
+    if case.trained and config.gradient_checkpointing is False and Stage(case, config, read(case.model)).plain:
+        yield Saving("gradient_checkpointing", "selective", "attention is computed again")
+    if case.trained and config.gradient_checkpointing is not True:
+        yield Saving("gradient_checkpointing", True, "a third more time of each training step")
+    least = max(512, case.longest if case.longest < case.tokens else 0)
+    for part in (2, 4):
+        if (fewer := config.micro_batch_tokens // part) >= least:
+            yield Saving("micro_batch_tokens", fewer, "smaller passes, which use a device less well")
+    default = max(1, CHUNK_BYTES // (4 * max(1, case.model.vocab_size)))
+    if config.head == "lm" and (config.logprob_chunk or default) > 64:
+        yield Saving("logprob_chunk", 64, "more and smaller products with the head")
+    if case.sizes.data % 2 == 0:  # ranks that had other data share the model
+        if experts and experts % (2 * of.expert) == 0:
+            yield Saving("parallel.expert", 2 * of.expert, "tokens travel to the ranks of their experts")
+        yield Saving("parallel.tensor", 2 * of.tensor, "sums over ranks in every layer")
+        yield Saving("parallel.context", 2 * of.context, "keys and values travel in every layer")
+        yield Saving("parallel.pipeline", 2 * of.pipeline, "ranks wait for each other at the ends of a step")

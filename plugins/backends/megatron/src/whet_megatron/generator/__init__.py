@@ -1,0 +1,1 @@
+"""Megatron's own inference as a generator."""

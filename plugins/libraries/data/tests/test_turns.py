@@ -1,0 +1,127 @@
+"""Records whose messages have tool calls and reasoning in fields, with the templates of models that write them."""
+
+import json
+
+import pytest
+
+from whet.data.messages import Call, Message
+from whet.errors import DataError
+from whet.plugins.features import chats
+from whet_data.demonstrations import encode
+from whet_data.preferences import encode_pair
+from whet_data.turns import conversation_of, tools_of
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+ASKED, TOLD = {"role": "user", "content": "3+4?"}, {"role": "tool", "tool_call_id": "c1", "content": "7"}
+CALLS = {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]}
+SAYS = {"role": "assistant", "reasoning_content": "It said 7.", "content": "It is 7."}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}: a tool\n{% endfor %}"
+    "{% set roles = messages | map(attribute='role') | list %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and 'user' not in roles[loop.index:] %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen 3's: earlier reasoning is dropped when the user speaks again."""
+WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call><|im_end|>'
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return chats().ChatTokenizer(tiny_model_folder, TEMPLATE)
+
+
+def trained(chat, record, **options) -> list[str]:
+    found = encode(record, chat, {}, **options)
+    return [chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) for one in found]
+
+
+def test_calls_and_reasoning_are_trained_on_as_the_template_writes_them(chat):
+    record = {"messages": [ASKED, CALLS, TOLD, SAYS], "tools": [ADD]}
+    (text,) = trained(chat, record)
+    assert text == f"<think>I add.</think>{WRITTEN}<think>It said 7.</think>It is 7.<|im_end|>"
+    (sequence,) = encode(record, chat, {})
+    assert chat.decode(sequence["tokens"], skip_special=False).startswith("add: a tool\n<|im_start|>user\n3+4?")
+    assert trained(chat, record, train_on="last") == ["<think>It said 7.</think>It is 7.<|im_end|>"]
+    completion = {"prompt": record["messages"][:3], "completion": [SAYS], "tools": [ADD]}
+    assert trained(chat, completion) == ["<think>It said 7.</think>It is 7.<|im_end|>"]
+
+
+def test_a_turn_is_trained_with_its_reasoning_though_the_template_drops_it_later(chat):
+    """Each turn is trained once. None is trained without the reasoning that the record has."""
+    texts = trained(chat, {"messages": [ASKED, CALLS, TOLD, SAYS, ASKED, {**SAYS, "content": "Still 7."}]})
+    assert texts == [
+        f"<think>I add.</think>{WRITTEN}<think>It said 7.</think>It is 7.<|im_end|>",
+        "<think>It said 7.</think>Still 7.<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CALLS,
+        {**CALLS, "content": "", "thinking": None, "tool_call_id": None},
+        {**CALLS, "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}]},
+        {**CALLS, "tool_calls": [{"id": "c1", "name": "add", "arguments": {"a": 3, "b": 4}}]},
+        {**CALLS, "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "reasoning": "I add.", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "thinking": "I add.", "tool_calls": [CALL]},
+    ],
+)
+def test_the_forms_of_data_sets_are_one(message):
+    call = Call("c1", "add", '{"a": 3, "b": 4}')
+    assert conversation_of([message]) == (Message("assistant", "", (call,), reasoning="I add."),)
+
+
+def test_tools_are_a_list_or_its_text_with_or_without_what_is_around_them():
+    forms = ([ADD], json.dumps([ADD]), [ADD["function"]], [json.dumps(ADD)], json.dumps([json.dumps(ADD["function"])]))
+    assert {tools_of(form) for form in forms} == {(json.dumps(ADD),)}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [ASKED, {**CALLS, "tool_calls": [{"function": {}}]}]}, "a tool call is"),
+        ({"messages": [ASKED, {**CALLS, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "is no JSON"),
+        ({"messages": [ASKED, {**CALLS, "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "wanted an object"),
+        ({"messages": [ASKED, {**CALLS, "tool_calls": "add"}]}, "tool_calls: 'add' is no JSON"),
+        ({"messages": [{**ASKED, "tool_calls": [CALL]}, SAYS]}, "a message of 'user' has tool calls"),
+        ({"messages": [ASKED, {**SAYS, "reasoning_content": 3}]}, "reasoning of a message is 3"),
+        ({"messages": [ASKED, CALLS, {**TOLD, "tool_call_id": 3}, SAYS]}, "`tool_call_id` of a message is 3"),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "must be a string or a list of parts"),
+        ({"messages": [ASKED, SAYS], "tools": {"add": 1}}, "wanted a list"),
+        ({"messages": [ASKED, SAYS], "tools": [{"name": 3}]}, "wanted a function with a name"),
+    ],
+)
+def test_a_damaged_field_is_named(chat, record, words):
+    with pytest.raises(DataError, match=words):
+        encode(record, chat, {})
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [ASKED, CALLS, TOLD, SAYS]}, "leaves out the tool call 'add'"),
+        ({"messages": [ASKED, SAYS]}, "leaves out the reasoning 'It said 7.'"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "7"}], "tools": [ADD]}, "leaves out the tool 'add'"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tiny_model_folder, record, words):
+    plain = chats().ChatTokenizer(tiny_model_folder)
+    with pytest.raises(DataError, match=words):
+        encode(record, plain, {})
+    if len(record["messages"]) == 2:
+        pair = {"prompt": [ASKED], "chosen": [record["messages"][1]], "rejected": "8", "tools": record.get("tools")}
+        with pytest.raises(DataError, match=words):
+            encode_pair(pair, plain, {})
+
+
+def test_pairs_have_calls_too(chat):
+    pair = {"prompt": [ASKED], "chosen": [CALLS], "rejected": [SAYS], "tools": [ADD]}
+    chosen, rejected = encode_pair(pair, chat, {})
+    assert chat.decode(chosen["tokens"][chosen["loss_mask"]], skip_special=False) == f"<think>I add.</think>{WRITTEN}"
+    assert rejected["prompt_length"] == chosen["prompt_length"]
