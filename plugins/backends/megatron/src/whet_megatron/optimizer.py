@@ -117,29 +117,9 @@ class Stepper:
         """Replace all state by that of a checkpoint."""
         count(state, steps)
         with optimizer_types(), torch_adamw():
-            self.optimizer.load_state_dict(
-                self._described(state, steps) if self._config.optimizer.distributed else state
-            )
+            self.optimizer.load_state_dict(state)
         own_steps(self._inner(), steps)
         self.steps = steps
-
-    def _described(self, state: Any, steps: int) -> Any:
-        """Return loaded tensors with the description that Megatron expects beside them.
-
-        That of the checkpoint is of the optimizers that saved it. With expert parallelism the experts have one of their
-        own, whose groups have another key. Rates and decays are those of the config in any case.
-        """
-
-        def part(one: Any, found: Any) -> dict[str, Any]:
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-            return {
-                "optimizer": {"param_groups": [{**group, "step": steps} for group in groups]},
-                "param_state": found["param_state"],
-                "param_state_sharding_type": "fully_reshardable",
-            }
-
-        ones = self.optimizer.chained_optimizers
-        return part(ones[0], state) if len(ones) == 1 else {n: part(one, state[n]) for n, one in enumerate(ones)}
 
     def _inner(self) -> list[Any]:
         """Return the optimizers that Megatron's wrap."""
