@@ -44,7 +44,7 @@ algorithms that learn from rollouts with each generator. A cell has one of these
 
 - a letter: the test below the table runs two steps of it, and CELL stands for the names of its row and column. A letter
   in parentheses: only `nox -s support` runs the test. The other sessions run each pair of an algorithm and a layout of
-  up to two ranks with one of full training and LoRA.
+  up to two ranks with one of full training and LoRA; of them `backends(megatron)` runs what needs Megatron Core.
 - a number: the plan refuses it, with the reason below the table.
 - *no test*: it fits the plan, and no test runs it.
 
@@ -96,6 +96,11 @@ class Cell:
     """Empty: the algorithm learns from data files."""
 
     @property
+    def in_place(self) -> bool:
+        """Return whether the generator computes with the weights of the backend, in its processes."""
+        return self.generator == "megatron" == self.layout.backend and not self.lora
+
+    @property
     def name(self) -> str:
         """Return the name of the cell in the ids of tests."""
         words = [self.algorithm, self.layout.backend, self.layout.name, "lora" if self.lora else "", self.generator]
@@ -116,7 +121,7 @@ def always(cell: Cell, registry: Registry) -> bool:
     """Return whether every session runs a cell: on up to two ranks, of each algorithm and layout one of full training
     and LoRA.
     """
-    if cell.layout.ranks > 2:
+    if cell.layout.ranks > 2 or (cell.generator == "megatron" and cell.algorithm != "grpo"):
         return False
     algorithms = sorted(registry.offers("algorithms"))
     both = not any(refusals(evolve(cell, lora=lora), registry) for lora in (False, True))
@@ -139,7 +144,12 @@ def sections(cell: Cell, registry: Registry) -> dict[str, Any]:
     own = {"use": layout.backend, "parallel": dict(layout.sizes)}
     backend = {**own, **head, **({"lora": dict(LORA)} if cell.lora else {})}
     roles = {name: {**own, **({"head": "value"} if "values" in need.outputs else {})} for name, need in needs.items()}
-    group = ["backend", *roles]
+    group, generator = ["backend", *roles], {"use": cell.generator} if cell.generator else None
+    if cell.in_place:
+        group.append("generator")
+        generator = {"use": "megatron", "parallel": dict(layout.sizes), "cache_gib": 0.01}
+    elif cell.generator == "megatron":
+        generator = {"use": "megatron", "weights": "own", "cache_gib": 0.01}
     found = {
         "model": {"path": "model"},
         "backend": backend,
@@ -148,7 +158,7 @@ def sections(cell: Cell, registry: Registry) -> dict[str, Any]:
         },
         **({"roles": roles} if roles else {}),
     }  # fmt: skip
-    return {**found, "generator": {"use": cell.generator} if cell.generator else None}
+    return {**found, "generator": generator}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
     "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "rms_norm_eps": 1.0e-6,
 }  # fmt: skip
 ON_EIGHT = "cluster.gpus={backend: 8, generator: 8}"
 SMALL, LARGE = "cores=8,memory=24GB", "8xH200-141GB,cores=96,memory=1TB"
@@ -107,3 +107,19 @@ def test_what_is_not_enough_is_told_as_what_brings_it_nearer(recipe, whet):
     nearer = done.output.partition("changes that bring it nearer, but are not enough alone")[2]
     assert "gradient_checkpointing" in nearer
     assert re.search(r"besides: |no change that was tried makes", done.output)
+
+
+def test_stages_of_a_pipeline_are_predicted_each_and_refused_with_changes_that_fit(recipe, whet):
+    on_four = ("cluster.gpus={backend: 4, generator: 4}", "--machine", "4xH100-80GB,cores=96,memory=1TB")
+    stages = "backend={use: megatron, parallel: {pipeline: 2}, micro_batch_tokens: 8192}"
+    done = whet("check", recipe, stages, "rollout.max_context=8192", "algorithm.prompts_per_step=64", *on_four)
+    assert done.code == 1
+    row = re.search(r"^  backend +train +([\d.]+) GiB.*? \| ([\d.]+) GiB", done.output, re.MULTILINE)
+    assert float(row[1]) > float(row[2]), "the first stage keeps the activations of two passes"
+    assert "of one rank of each pipeline stage" in done.output
+    assert "  backend: by formulas, which can be a fifth off\n" in done.output, "no trace is offered that is not there"
+    assert "backend.gradient_checkpointing=true" in done.output.partition("changes that make it fit")[2]
+    assert "needs" in done.error
+    mended = (*on_four, "backend.gradient_checkpointing=true", "backend.parallel.tensor=2")
+    small = whet("check", recipe, stages, "rollout.max_context=8192", "algorithm.prompts_per_step=64", *mended)
+    assert small.code == 0, small.errors

@@ -89,8 +89,9 @@ def reference(folders, make_batch, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "name"), [*((layout, "qwen3") for layout in LAYOUTS), ("tensor 2", "llama"), ("context 2", "qwen2")]
+)
 def test_three_steps_and_the_adapter_then_are_those_of_peft(build, reference, make_batch, tmp_path, layout, name):
     start, steps, after = reference(name)
     ranks, sizes = LAYOUTS[layout]
@@ -245,8 +246,9 @@ def test_an_adapter_is_trained_as_on_one_rank(build, folders, make_batch, case):
     np.testing.assert_allclose(steps_of(several, batches), steps_of(one, batches), rtol=1e-4)
 
 
-@pytest.mark.parametrize("split", [(2, {"tensor": 2}), (2, {"pipeline": 2})], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("split", "dtype"), [((2, {"tensor": 2}), "float32"), ((2, {"pipeline": 2}), "bfloat16")], ids=str
+)
 def test_a_value_head_is_trained_whole_in_float32_beside_the_adapter(build, make_batch, tmp_path, split, dtype):
     from transformers import AutoModelForSequenceClassification
 

@@ -17,6 +17,8 @@ MODULES = (
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
     "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.inference.contexts.dynamic_context",
+    "megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper",
 )
 
 hidden = "wandb" not in sys.modules

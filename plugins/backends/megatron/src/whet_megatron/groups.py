@@ -1,6 +1,8 @@
 """The ranks of this backend, and Megatron's process groups, which all roles in a process share."""
 
+import gc
 from importlib import import_module
+from typing import Any
 
 import torch
 from attrs import define
@@ -60,6 +62,12 @@ class Ranks(RankGroup):
         """Return the sums of numbers of the last stages over the batch shards, in float64."""
         return self.sum_all([float(number) if self.reports else 0.0 for number in numbers])
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order, on rank 0. They are builtins."""
+        found: list[Any] = [None] * self.size if self.rank == 0 else []
+        torch.distributed.gather_object(value, found or None)
+        return found
+
     def leave(self) -> None:
         """Leave the groups. The last role in a process ends them."""
         global _made
@@ -79,6 +87,9 @@ class Ranks(RankGroup):
 
 def _initialize(sizes: ParallelConfig) -> None:
     """Make Megatron's groups."""
+    # Models of a role that has left keep its groups alive in reference cycles, and gloo's threads of each wake up a
+    # hundred times a second.
+    gc.collect()
     import_module("whet_megatron.ahead")  # before anything else imports Megatron
     from megatron.core import parallel_state
 

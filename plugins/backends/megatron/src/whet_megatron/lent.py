@@ -31,6 +31,8 @@ class Lent:
     wake: Callable[[], None]
     """Bring the weights back into memory, if the backend has released them."""
     borrowed: bool = False
+    weights: str = "policy"
+    """The set of weights that was handed over last: `policy`, or `trial` for a probe of an adapter."""
     _session: str = ""
     _version: int = 0
 
@@ -38,7 +40,7 @@ class Lent:
         """Remember the weight sync in which the backend handed over its weights as they are."""
         if not self.borrowed:
             raise WeightSyncError(f"weight sync {spec.session}: no generator computes with this process's weights")
-        self._session, self._version = spec.session, spec.version
+        self._session, self._version, self.weights = spec.session, spec.version, spec.weights
 
     def taken(self, spec: TransferSpec) -> None:
         """Raise `WeightSyncError` unless the backend handed over its weights in this weight sync."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import optimizer_types
 from whet_megatron.model import HeldModel
-from whet_megatron.torch_adamw import begin, own_steps, torch_adamw
+from whet_megatron.torch_adamw import begin, count, own_steps, torch_adamw
 from whet_training.schedule import learning_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
 
@@ -115,6 +115,7 @@ class Stepper:
 
     def load(self, state: Any, steps: int) -> None:
         """Replace all state by that of a checkpoint."""
+        count(state, steps)
         with optimizer_types(), torch_adamw():
             self.optimizer.load_state_dict(
                 self._described(state, steps) if self._config.optimizer.distributed else state

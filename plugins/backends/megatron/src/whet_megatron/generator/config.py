@@ -80,7 +80,8 @@ def facts(config: MegatronGeneratorConfig, model: ModelInfo) -> GeneratorFacts:
         on_weight_update=("drain",) if shared else ("drain", "continue", "abort"),
         dtype=model.dtype,
         memory=None if any(refusals(model)) else partial(memory_of, config, model),
-        imports=("whet_megatron.generator.worker",),
+        imports=("whet_megatron.generator.worker", "whet_megatron.ahead"),
+        forkable=True,
         sleeps=("cpu", "cuda"),
         extras=frozenset({"progress", "likeliest"}),
     )

@@ -314,7 +314,7 @@ def _reports(rows: Sequence[_Row], tokens: Tensor, logprobs: Tensor, sampler: Sa
 
 @contextmanager
 def _inference(stage: Any) -> Iterator[None]:
-    """Let a stage compute without gradients. The weights may be those of a model that is being trained."""
+    """Compute without gradients with a stage, which may be that of a model that is being trained."""
     training = stage.training
     stage.eval()
     try:

@@ -255,7 +255,7 @@ class MegatronGenerator:
             order.done.set_exception(error)
 
     def _begin_waiting(self) -> None:
-        """Give waiting requests, in order, to the replicas with the most free blocks, as long as they fit."""
+        """Assign waiting requests, in order, to the replicas with the most free blocks, as long as they fit."""
         while self._waiting:
             one = self._waiting[0]
             if one.future.cancelled():
@@ -270,7 +270,7 @@ class MegatronGenerator:
             replica.begin(self._waiting.popleft())
 
     def _step(self) -> None:
-        """Let every replica generate a few tokens, and hand out what they finished."""
+        """Generate a few tokens on every replica, and hand out what they finished."""
         if not self._running:
             return
         with self._changed:

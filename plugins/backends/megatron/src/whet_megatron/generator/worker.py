@@ -92,7 +92,8 @@ class Worker:
             )
         try:
             self._engine.add(list(zip(requests, limits, strict=True)))
-            found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
+            with self._model.using("policy" if self._lent is None else self._lent.weights):
+                found = self._engine.abort(aborted) + self._engine.run(steps, self._version)
         except BaseException:
             self._engine.drop()
             raise
@@ -156,5 +157,5 @@ def _refuse_without_flash_attention() -> None:
     except ImportError as error:
         raise ConfigError(
             f"generator: Megatron's inference computes attention with flash-attn, which cannot be imported ({error}); "
-            "install it for the CUDA of this machine with `pip install flash-attn`"
+            "install it for the CUDA of this machine with `pip install 'whet-megatron[flash]'`"
         ) from error
