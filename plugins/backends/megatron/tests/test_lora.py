@@ -13,6 +13,7 @@ from whet.component import Spec
 from whet.errors import WhetError
 from whet.interfaces.weights import TransferSpec
 from whet_megatron.config import OptimizerConfig
+from whet_megatron.parallel import ParallelConfig
 from whet_testing.three_steps import steps_of
 from whet_training.lora_config import LoraConfig, adapter_info
 from whet_training.weight_groups import WeightGroup
@@ -133,25 +134,26 @@ def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make
     assert np.abs(plain - ours).max() > 0.05
 
     merged, base, alone = (
-        sent(backend, tmp_path),
+        sent(backend, tmp_path, ParallelConfig(**split[1]).senders),
         load_file(folder / "model.safetensors"),
-        sent(backend, tmp_path, lora),
+        sent(backend, tmp_path, lora=lora),
     )
     assert set(merged) == set(base)
     changed = {name for name, tensor in base.items() if not torch.equal(merged[name], tensor)}
     assert changed == {name for name in base if name.split(".")[-2] in lora.targets}
-    exported, saved = (
-        load_file(tmp_path / one) for one in ("merged/model.safetensors", "saved/adapter_model.safetensors")
-    )
+    files = sorted((tmp_path / "merged").glob("*.safetensors"))
+    exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    saved = load_file(tmp_path / "saved/adapter_model.safetensors")
     for found, expected in ((merged, exported), (alone, saved)):
         assert set(found) == set(expected)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def sent(backend, tmp_path, lora=None, weights="policy"):
-    """Return what a generator would get: all weights, or an adapter alone."""
+def sent(backend, tmp_path, senders=1, lora=None, weights="policy"):
+    """Return what a generator would get: all weights from each of the senders, or an adapter alone from one."""
     way = tmp_path / f"way-{len(list(tmp_path.iterdir()))}"
-    spec = TransferSpec("disk", str(way), "1", 1, adapter=None if lora is None else adapter_info(lora), weights=weights)
+    adapter = None if lora is None else adapter_info(lora)
+    spec = TransferSpec("disk", str(way), "1", 1, "", senders, adapter=adapter, weights=weights)
     pending = backend.send_weights(spec)
     found = {name: tensor.clone() for name, tensor in receive(spec)}
     pending.result()
@@ -175,7 +177,10 @@ def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, m
     trial = backend.score(batch, ("logprobs",), "trial")["logprobs"]
     assert np.abs(trial - expected)[batch["loss_mask"]].mean() > 0.05
     assert np.array_equal(backend.score(batch, ("logprobs",))["logprobs"], after)
-    base, tried = load_file(folders("qwen3") / "model.safetensors"), sent(backend, tmp_path, weights="trial")
+    base, tried = (
+        load_file(folders("qwen3") / "model.safetensors"),
+        sent(backend, tmp_path, ParallelConfig(**split[1]).senders, weights="trial"),
+    )
     for name, tensor in base.items():
         assert torch.equal(tried[name], tensor) == ("proj" not in name), name
     backend.save(tmp_path / "saved").result()
