@@ -1,5 +1,6 @@
 """whet as people start it: its command in a process of its own, and an environment in which they may install things."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -53,7 +54,8 @@ class Ended:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Programs]:
     """Start what forks the commands: it has imported what commands and workers import, as far as it is installed."""
-    with Programs((*IMPORTED, "whet_megatron.ahead")) as started:
+    there = ("whet_megatron.ahead",) if importlib.util.find_spec("megatron") else ()
+    with Programs((*IMPORTED, *there)) as started:
         yield started
 
 

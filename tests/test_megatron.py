@@ -156,10 +156,11 @@ def test_a_grpo_run_syncs_weights_saves_and_exports(backend, small_run, whet, tm
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
-def test_a_grpo_run_samples_with_the_backend_s_own_weights(small_run, whet, tmp_path):
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "adapter"])
+def test_a_grpo_run_samples_with_the_backend_s_own_weights(lora, small_run, whet, tmp_path):
     generator = {"use": "megatron", "parallel": SPLIT["parallel"], "cache_gib": 0.02}
     ranks = {"ranks": {"backend": 2, "generator": 2}, "threads": {"backend": 1, "generator": 1}}
-    config = small_run(tmp_path, backend=SPLIT, generator=generator, cluster=ranks)
+    config = small_run(tmp_path, backend={**SPLIT, "lora": lora}, generator=generator, cluster=ranks)
     ended = whet("run", config, "weight_sync.probe.every=1", folder=tmp_path)
     assert ended.code == 0, ended.error
     run = tmp_path / "run"

@@ -74,7 +74,7 @@ def project(folder: Path) -> dict[str, Any]:
 
 def offers(folder: Path) -> bool:
     """Return whether a distribution has a component, a feature or a command; a library comes with what needs it."""
-    return bool({"whet", "whet.commands", "whet.responses"} & set(project(folder)["project"].get("entry-points", ())))
+    return bool({"whet", "whet.commands", "whet.chats"} & set(project(folder)["project"].get("entry-points", ())))
 
 
 @every_distribution

@@ -149,7 +149,7 @@ def test_a_served_model_that_knows_nothing_of_tools_is_held_to_a_forced_call(tmp
     overrides = (
         "generator.cache_gib=0.125",
         f"model.chat_template={tmp_path / 'tools.jinja'}",
-        "rollout.max_tokens=400",
+        "rollout.max_tokens=200",
     )
     with serving(str(model), "vllm", overrides) as served, openai.OpenAI(
         base_url=served.address.base_url, api_key=served.address.api_key

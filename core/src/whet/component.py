@@ -225,6 +225,8 @@ class BackendFacts(WorkerFacts):
     """Columns that the generator must record while it samples; see `whet.interfaces.generator`."""
     adapter: AdapterInfo | None = None
     """The adapter that the backend trains, and can send alone. None: it trains all weights."""
+    senders: int = 1
+    """Number of ranks that send weights, each its part of them. An adapter is sent by one."""
 
 
 @frozen(kw_only=True)

@@ -218,6 +218,17 @@ def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
 
 
 @pytest.mark.parametrize(
+    ("transport", "way"), [("broadcast", ("broadcast", 4, 6)), ("shared-memory", ("shared-memory", 4, 1))]
+)
+def test_as_many_ranks_send_as_the_facts_of_the_backend_say(transport, way):
+    facts = {**ENGINE, "backend": evolve(ENGINE["backend"], senders=4)}
+    cluster = ClusterSection(colocate=[], transport=transport, ranks={"backend": 8, "generator": 3})
+    plan, found = plan_of(make_config(cluster=cluster), facts, Machine(8))
+    assert not found
+    assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
+
+
+@pytest.mark.parametrize(
     ("content", "kinds", "applies", "cluster", "alone", "words"),
     [
         ("auto", ("linear",), {"linear"}, {}, True, "the adapter alone, which .* applies"),

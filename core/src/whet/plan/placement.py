@@ -166,7 +166,7 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     backend, generator, inline = roles["backend"], roles[name], cluster.workers == "inline"
     together = inline or name in backend.group
     ranks, receivers = (backend.ranks, generator.ranks), generator.ranks * generator.facts.processes
-    # Of several ranks one sends, and reaches by reference only who shares its own process.
+    # The ranks that send reach by reference only who shares their own process.
     in_place = (inline or name in roles.in_process("backend")) and len(set(ranks)) == 1
     same_process = in_place and set(ranks) == {1}
     one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
@@ -196,9 +196,10 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     if same_process and transport not in ("in-place", "shared"):
         where += ", and not both offer shared"
     reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
-    if transport not in STREAMED:
-        return Way(transport, reason, adapter=adapter)
-    return Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, backend.ranks)
+    if transport == "cuda-ipc":
+        return Way(transport, reason, backend.ranks)
+    senders = roles.backend.senders if adapter is None else 1
+    return Way(transport, reason, senders, receivers if transport == "broadcast" else 1, adapter)
 
 
 def choose_transport(

@@ -9,7 +9,8 @@ import torch
 
 from whet.component import Spec
 from whet.errors import WhetError
-from whet_fsdp2 import checkpoint, saving
+from whet_fsdp2 import checkpoint
+from whet_training import saving
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 
@@ -84,7 +85,7 @@ def test_the_copy_is_freed_once_it_is_written():
     writer.take([("a", held)], 40, lambda tensors: copies.extend(weakref.ref(tensor) for _, tensor in tensors))
     asyncio.run(writer.written())
     for thread in threading.enumerate():
-        if thread.name == "whet-fsdp2-save":
+        if thread.name == "whet-backend-save":
             thread.join(10)
     assert copies[0]() is None
     assert held.numel() == 10

@@ -223,9 +223,8 @@ def test_what_is_wrong_with_an_adapter_by_itself_is_refused_by_its_key():
     def sections(sync_every=0, **lora):
         section = SimpleNamespace(config=MegatronConfig(lora=LoraConfig(**lora)))
         roles = {"teacher": SimpleNamespace(component=section, sync_every=sync_every)}
-        config = SimpleNamespace(
-            backend=section, roles=roles, generator=SimpleNamespace(config=None), cluster=SimpleNamespace(gpus={})
-        )
+        cluster = SimpleNamespace(gpus={})
+        config = SimpleNamespace(backend=section, roles=roles, generator=None, cluster=cluster)
         return [one.path for one in whet_check_config(config)]
 
     assert sections(targets=("(",)) == ["backend.lora.targets.0", "roles.teacher.lora.targets.0"]

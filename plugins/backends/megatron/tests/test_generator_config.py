@@ -10,7 +10,6 @@ from whet_megatron.config import MegatronConfig
 from whet_megatron.config import facts as backend_facts
 from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig, checked, facts
 from whet_megatron.parallel import ParallelConfig
-from whet_training.lora_config import LoraConfig
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 4,
@@ -69,9 +68,8 @@ def test_a_model_that_megatron_cannot_compute_is_refused() -> None:
         ({}, None, 0, "generator.weights", "is shared, and the backend is other"),
         ({}, MegatronConfig(parallel=ParallelConfig(context=2)), 0, "generator.parallel", "is not backend.parallel"),
         ({}, MegatronConfig(), 1, "generator.weights", "weights change under requests"),
-        ({}, MegatronConfig(lora=LoraConfig()), 0, "generator.weights", "trains an adapter beside the weights"),
     ],
-    ids=["another backend", "other ranks", "staleness", "adapter"],
+    ids=["another backend", "other ranks", "staleness"],
 )
 def test_weights_that_cannot_be_shared_are_refused(
     generator: dict[str, Any], backend: Any, staleness: int, path: str, words: str

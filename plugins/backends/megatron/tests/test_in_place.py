@@ -21,23 +21,31 @@ from whet_megatron.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 from whet_testing.three_steps import LIKELIHOOD
+from whet_training.lora_config import LoraConfig
 
-SPLITS: dict[str, dict[str, Any]] = {"tensor": {"tensor": 2, "sequence": True}, "pipeline": {"pipeline": 2}, "data": {}}
+SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor": ("qwen3", {"tensor": 2, "sequence": True}),
+    "pipeline": ("qwen3", {"pipeline": 2}),
+    "data": ("qwen3", {}),
+    "experts": ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 2}),
+}
 
 
 class Pair:
     """A backend and a generator with its weights, on one rank in this process or on processes that they share."""
 
     def __init__(
-        self, folder: Path, model: Path, sizes: dict[str, Any], cluster: LocalCluster | None = None, **config: Any
-    ) -> None:
+        self, folder: Path, model: Path, sizes: dict[str, Any], cluster: LocalCluster | None = None,
+        lora: LoraConfig | None = None, **config: Any,
+    ) -> None:  # fmt: skip
         parallel, ranks = ParallelConfig(**sizes), 2 if cluster else 1
 
         def context(role: str) -> Any:
             return make_context(folder / role, role, model, cluster.worker_group(role, ranks) if cluster else None)
 
         optimizer = OptimizerConfig(lr=1e-2)
-        self.backend = MegatronBackend(MegatronConfig(optimizer=optimizer, parallel=parallel), context("backend"))
+        trained = MegatronConfig(optimizer=optimizer, parallel=parallel, lora=lora)
+        self.backend = MegatronBackend(trained, context("backend"))
         self.generator: MegatronGenerator | None = None
         made = MegatronGeneratorConfig(
             **{"parallel": SplitConfig(**sizes), "cache_gib": 0.01, "max_batch": 8, **config}
@@ -60,17 +68,17 @@ class Pair:
 
         return list(zip(requests, asyncio.run(together()), strict=True))
 
-    def gap(self, found: list[tuple[Request, Completion]]) -> float:
+    def gap(self, found: list[tuple[Request, Completion]], weights: Any = "policy") -> float:
         """Return the largest difference of the sampler's logprobs from the trainer's, in nats."""
         batch = batch_of(found)
-        scored = self.backend.score(batch, ("logprobs",))["logprobs"]
+        scored = self.backend.score(batch, ("logprobs",), weights)["logprobs"]
         mine = np.concatenate([completion.logprobs for _, completion in found])
         return float(np.abs(scored[batch["loss_mask"] > 0] - mine).max())
 
-    def sync(self, version: int, session: str = "") -> None:
+    def sync(self, version: int, weights: str = "policy") -> None:
         """Hand the weights over."""
         assert self.generator is not None
-        spec = TransferSpec("in-place", "", session or f"s{version}", version, timeout_seconds=30.0)
+        spec = TransferSpec("in-place", "", f"s{version}", version, timeout_seconds=30.0, weights=weights)
         ends = [self.backend.send_weights(spec), self.generator.receive_weights(spec, version)]
         for end in ends:
             end.result()
@@ -112,7 +120,8 @@ def pair(folders: Any, tmp_path: Path) -> Iterator[Pair]:
 def test_after_each_step_the_sampler_s_logprobs_are_the_trainer_s(
     split: str, shared: LocalCluster, folders: Any, tmp_path: Path
 ) -> None:
-    pair = Pair(tmp_path, folders("qwen3"), SPLITS[split], shared)
+    name, sizes = SPLITS[split]
+    pair = Pair(tmp_path, folders(name), sizes, shared)
     try:
         before = pair.ask()
         for version in (1, 2):
@@ -123,6 +132,22 @@ def test_after_each_step_the_sampler_s_logprobs_are_the_trainer_s(
             assert {completion.versions for _, completion in after} == {((0, version),)}
             assert pair.gap(before) > 1e-2, "the step changed too little to see which weights were used"
             before = after
+    finally:
+        pair.close()
+
+
+def test_an_adapter_is_used_as_it_is_and_a_trial_until_the_next_weight_sync(folders: Any, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, folders("qwen3"), {}, lora=LoraConfig(rank=2))
+    try:
+        pair.sync(0, "trial")
+        trial = pair.ask()
+        assert pair.gap(trial, "trial") < 1e-4
+        assert pair.gap(trial) > 1e-2
+        pair.backend.train(batch_of(trial), LIKELIHOOD)
+        pair.sync(1)
+        after = pair.ask()
+        assert pair.gap(after) < 1e-4
+        assert pair.gap(after, "base") > 1e-3
     finally:
         pair.close()
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from whet_megatron import weights
 from whet_megatron.config import OptimizerConfig
 from whet_testing.three_steps import LIKELIHOOD, steps_of
 
@@ -47,41 +46,6 @@ def test_interleaved_stages_give_the_same_bits_in_every_run(build, folders, make
         backend.close()
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
-
-
-class TwoRanks:
-    """A group of which both ranks hold the same tensor."""
-
-    def size(self):
-        return 2
-
-
-def test_tensors_are_contiguous_before_they_are_gathered(monkeypatch):
-    """Gloo reads the memory of a tensor in its order there, so a transposed one would come out scrambled."""
-
-    def all_gather(parts, tensor, group):
-        assert tensor.is_contiguous()
-        for part in parts:
-            assert part.is_contiguous()
-            part.copy_(tensor)
-
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-    turned = torch.arange(6.0).reshape(2, 3).T
-    for part in weights._gathered(turned, TwoRanks()):
-        assert torch.equal(part, turned)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_an_export_of_split_weights_is_bitwise_the_model_that_was_loaded(build, folders, tmp_path, sizes, name):
-    """Row parallel weights are split by columns, which are not contiguous: collectives would scramble them."""
-    from safetensors.torch import load_file
-
-    build(name, 2, sizes).export(tmp_path / "out")
-    ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", folders(name)))
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_sequences_of_a_packed_row_do_not_see_each_other(build, make_batch):

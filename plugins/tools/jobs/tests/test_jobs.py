@@ -8,9 +8,10 @@ import pytest
 
 from whet.config.sections import Config, KeepBestSection, ModelSection, RunSection
 from whet.errors import CheckpointError, WhetError
+from whet.plan.prepare import prepare
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
-from whet_jobs.jobs import _best, _load, _whole, exported
+from whet_jobs.jobs import _alone, _best, _load, _whole, exported
 
 
 def save(run, step):
@@ -46,6 +47,22 @@ def test_a_damaged_checkpoint_is_an_error_at_once(tmp_path):
     assert len(read) == 1
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         exported(run, 7)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_model_that_ranks_have_split_is_exported_by_one_worker(tmp_path, tiny_model_folder, backend):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+model: {{path: {tiny_model_folder}}}
+algorithm: {{use: sft}}
+backend: {{use: {backend}, parallel: {{tensor: 2}}}}
+data: {{train: [{{path: none.jsonl}}]}}
+run: {{folder: {tmp_path}/run, steps: 1}}
+""")
+    alone = prepare(config, _alone(config), config_only=False, trains=False)
+    assert alone.plan.role("backend").ranks == 1
+    with pytest.raises(WhetError, match=r"cluster\.ranks"):
+        prepare(config, ["cluster.workers=inline"], config_only=False, trains=False)
 
 
 DAMAGE = {

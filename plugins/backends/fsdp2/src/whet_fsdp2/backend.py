@@ -4,8 +4,8 @@ from pathlib import Path
 
 from whet.interfaces.workers import RoleContext
 from whet_fsdp2.config import Fsdp2Config
-from whet_fsdp2.saving import BackgroundSave
 from whet_training.handle import ShardedBackend
+from whet_training.saving import BackgroundSave
 
 
 class Fsdp2Backend(ShardedBackend):

@@ -20,7 +20,7 @@ from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import attention, checkpoint, saving
+from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
@@ -38,6 +38,7 @@ from whet_training import adapter_files
 from whet_training.export import copy_companions, set_padding, write_weights
 from whet_training.heads import read_teacher
 from whet_training.layout import Layout
+from whet_training.saving import Writer
 from whet_weights.offload import Offload
 from whet_weights.stored_names import StoredNames
 
@@ -110,7 +111,7 @@ class HeldModels:
             self._weights, self._config.optimizer, self._config.schedule, total_steps,
             offload=self._config.offload_optimizer and trained,
         )  # fmt: skip
-        self._writer = saving.Writer()
+        self._writer = Writer()
         self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0

@@ -8,7 +8,6 @@ It loads on any number of ranks and with any parallelism: each rank reads the pa
 """
 
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,62 +16,58 @@ from typing import Any
 
 import attrs
 
-from whet.data.files import disk_errors
 from whet.errors import CheckpointError
 from whet_megatron.groups import Ranks
+from whet_megatron.index import read_index
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
+from whet_megatron.parts import load_parts
+from whet_megatron.saving import INDEX, TENSORS, Planned, plan
 from whet_training import adapter_files
 
 FORMAT = 1
-INDEX, TENSORS = "backend.json", "megatron"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Megatron's settings with which a checkpoint loads with any parallelism."""
 
 
+def planned(folder: Path, model: HeldModel, stepper: Stepper) -> Planned:
+    """Plan a checkpoint. Every rank must take part."""
+    document = {
+        "format": FORMAT,
+        "backend": "megatron",
+        "architecture": attrs.asdict(model.architecture),
+        "value": model.value,
+        "adapter": _adapter(model),
+        "optimizer_steps": stepper.steps,
+    }
+    with _quietly():
+        return plan(folder, _state(model, stepper, loading=False), document)
+
+
 def write(folder: Path, model: HeldModel, stepper: Stepper, ranks: Ranks) -> None:
     """Write a checkpoint durably. Every rank must take part."""
-    from megatron.core import dist_checkpointing
-
-    tensors = folder / TENSORS
-    if ranks.rank == 0:
-        with disk_errors(tensors):
-            tensors.mkdir(parents=True, exist_ok=True)
-    ranks.sum_all([0.0])
-    with disk_errors(tensors), _quietly():
-        dist_checkpointing.save(_state(model, stepper, loading=False), str(tensors), validate_access_integrity=True)
-    if ranks.rank == 0:
-        document = {
-            "format": FORMAT,
-            "backend": "megatron",
-            "architecture": attrs.asdict(model.architecture),
-            "value": model.value,
-            "adapter": _adapter(model),
-            "optimizer_steps": stepper.steps,
-        }
-        with disk_errors(folder / INDEX):
-            (folder / INDEX).write_text(json.dumps(document, indent=1), encoding="utf-8")
-            for path in (*tensors.iterdir(), folder / INDEX):
-                with path.open("rb+") as stream:
-                    os.fsync(stream.fileno())
+    this = planned(folder, model, stepper)
+    with _quietly():
+        written = ranks.gather_objects(this.write())
+        if ranks.rank == 0:
+            this.complete(written)
     ranks.sum_all([0.0])
 
 
 def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     """Load a checkpoint. Raises `CheckpointError` before anything is changed if it is of another model or damaged."""
-    from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
     document = _document(folder)
     _refuse_others(folder, document, model)
-    _refuse_incomplete(folder / TENSORS)
+    read_index(folder / TENSORS)
     adapter = {}
     if model.adapters is not None:
         adapter = adapter_files.read(folder, model.adapters.refuse_others, model.path, model.base)
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():
-            found = dist_checkpointing.load(state, str(folder / TENSORS))
+            found = load_parts(state, folder / TENSORS)
     except (Exception, CheckpointException) as error:  # Megatron, torch and the files each raise their own
         raise CheckpointError(f"{folder / TENSORS} cannot be loaded: {error}") from error
     if model.adapters is not None:
@@ -135,24 +130,6 @@ def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> 
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:4])}{more}")
-
-
-def _refuse_incomplete(tensors: Path) -> None:
-    """Raise `CheckpointError` if files lack or are shorter than their index says: they are read in place."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        index = FileSystemReader(str(tensors)).read_metadata()
-    except (Exception, CheckpointException) as error:  # of the file system, and of whatever the file holds
-        raise CheckpointError(f"{tensors} cannot be loaded: {error!r}") from error
-    ends: dict[str, int] = {}
-    for part in (index.storage_data or {}).values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in ends.items():
-        size = (tensors / name).stat().st_size if (tensors / name).is_file() else 0
-        if size < end:
-            raise CheckpointError(f"{tensors / name} cannot be loaded: it has {size:,} bytes, wanted {end:,}")
 
 
 @contextmanager

@@ -19,6 +19,9 @@ def problems(config: MegatronConfig, path: str, gpus: int) -> Iterator[Problem]:
     if config.optimizer.overlap and config.parallel.virtual > 1:
         words = "is true, and parallel.virtual is above 1; with virtual stages gradients are added up at the end"
         yield Problem(f"{path}.optimizer.overlap", words)
+    if config.load and config.lora is not None:
+        words = "is set, and an adapter is checked against the weights in model.path: import the checkpoint first"
+        yield Problem(f"{path}.load", f"{words} (`whet import`), and give the new folder as model.path")
     if config.fp8:
         yield from fp8.section_problems(config.fp8, config.layers, f"{path}.fp8")
     if config.experts.balance_of == "model" and config.experts.balance_over == "micro-batch":

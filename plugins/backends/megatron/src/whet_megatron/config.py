@@ -88,6 +88,10 @@ class MegatronConfig:
     vocabulary_multiple: int = field(default=64, validator=between(1, 65_536))
     """The rows of embedding and head on each rank are padded to a multiple of it, because GPUs multiply such matrices
     faster. Padding takes no part in any result, and no export has it."""
+    load: str = attrs.field(default="", metadata={"path": True})
+    """Folder of a checkpoint in the format `torch_dist`, of Megatron-LM or another user of Megatron Core. The run
+    begins with its weights in place of those in `model.path`, which gives config and tokenizer. Any parallelism may
+    have written it. Its optimizer is not read, and nothing that it holds is run: an index with code is refused."""
     lora: LoraConfig | None = None
     """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
@@ -112,6 +116,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
+        senders=config.parallel.senders,
         transports=(TRANSPORT, "shared", "broadcast", "shared-memory", "disk"),
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker", "whet_megatron.ahead"),

@@ -2,6 +2,7 @@
 
 import gc
 from importlib import import_module
+from typing import Any
 
 import torch
 from attrs import define
@@ -60,6 +61,12 @@ class Ranks(RankGroup):
     def sum_reported(self, numbers: list[float]) -> list[float]:
         """Return the sums of numbers of the last stages over the batch shards, in float64."""
         return self.sum_all([float(number) if self.reports else 0.0 for number in numbers])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order, on rank 0. They are builtins."""
+        found: list[Any] = [None] * self.size if self.rank == 0 else []
+        torch.distributed.gather_object(value, found or None)
+        return found
 
     def leave(self) -> None:
         """Leave the groups. The last role in a process ends them."""

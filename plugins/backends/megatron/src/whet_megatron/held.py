@@ -3,6 +3,7 @@
 load the model  ->  send weights, save, load, export, sleep, wake
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
 from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
+from whet_megatron.saving import Planned
 from whet_memory.measure import PeakMeter
 from whet_training import adapter_files
-from whet_training.export import copy_companions, write_weights
+from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
+from whet_training.saving import Writer
 from whet_weights.offload import Offload
 
 
@@ -69,6 +72,8 @@ class HeldModels:
         self._lent = lent.Lent(self._model, self._ranks, self._policy_offload.wake)
         if rank.role == "backend" and not self._model.value:
             lent.offer(self._lent)
+        self._writer = Writer()
+        self._planned: Planned | None = None
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
         self._asleep = False
@@ -78,10 +83,11 @@ class HeldModels:
         groups.seed(seed)
         self._memory = PeakMeter(self._device, rank.role)
         with self._memory.phase("loading"):
-            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained)
+            begin = self._config.load
+            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained, begin=begin)
         self._frozen: dict[str, HeldModel] = {}
         if self._config.reference and self._model.adapters is None:
-            self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False)
+            self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False, begin=begin)
         if self._config.teacher and not self._model.value:
             self._frozen["teacher"] = HeldModel(
                 read_teacher(self._config.teacher, model), self._config, self._ranks, seed, trained=False
@@ -117,7 +123,7 @@ class HeldModels:
 
     @as_on_gpu
     def send_weights(self, spec: TransferSpec) -> None:
-        """Send the weights under the names of the model folder, or an adapter alone. All ranks gather; rank 0 sends.
+        """Send this rank's part of the weights under the names of the model folder. An adapter alone: rank 0 sends it.
 
         In place nothing is sent: the generator of this process computes with the same memory.
         """
@@ -127,22 +133,44 @@ class HeldModels:
         adapters = self._model.adapters
         if spec.adapter is not None and adapters is None:
             raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
+        dtype = getattr(torch, spec.dtype) if spec.dtype else None
         with self._memory.phase("weight_sync"), self._model.using(spec.weights):
-            stream = self._model.weights.stored() if spec.adapter is None or adapters is None else adapters.stored()
-            if self._ranks.rank:
-                for _ in stream:
-                    pass
+            if spec.adapter is not None and adapters is not None:
+                sender = None if self._ranks.rank else 0
+                stream: Iterator[tuple[str, Tensor]] = ((name, one.to(dtype)) for name, one in adapters.stored())
+            else:
+                sender = self._ranks.grid.sender(self._ranks.rank)
+                stream = self._model.weights.sent(dtype)
+            if sender is None:
+                _exhaust(stream)
                 return
             from whet_weights.transfer import send
 
-            dtype = getattr(torch, spec.dtype) if spec.dtype else None
-            send(spec, ((name, tensor.to(dtype)) for name, tensor in stream) if dtype else stream)
+            send(spec, stream, sender)
 
     @as_on_gpu
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably. Every rank writes what it holds."""
         self._write_adapter(folder)
         checkpoint.write(Path(folder), self._model, self._steps(), self._ranks)
+
+    @as_on_gpu
+    def take(self, folder: str) -> None:
+        """Copy what this rank saves to host memory, and begin to write the copy. Every rank must take part."""
+        self._write_adapter(folder)
+        self._planned = checkpoint.planned(Path(folder), self._model, self._steps())
+        shared = self._planned.shared_with([*self._held(), *self._gradients()])
+        self._writer.take(shared, sum(tensor.nbytes for _, tensor in shared), self._planned.write)
+
+    async def written(self) -> Any:
+        """Wait until the files of the last `take` are durable. Return where everything is in them."""
+        return await self._writer.written()
+
+    async def complete(self, written: list[Any]) -> None:
+        """Write the index of the last `take`, from what `written` returned on all ranks. Rank 0 does so."""
+        if self._ranks.rank == 0 and self._planned is not None:
+            await asyncio.to_thread(self._planned.complete, written)
+        self._planned = None
 
     @as_on_gpu
     def load(self, folder: str) -> None:
@@ -169,16 +197,22 @@ class HeldModels:
             self._write_adapter(folder)
             self._ranks.sum_all([0.0])
             return
-        stream = self._model.weights.stored()
-        if self._ranks.rank:
-            for _ in stream:
-                pass
-        else:
+        sender, stream = self._ranks.grid.sender(self._ranks.rank), self._model.weights.sent()
+        if self._ranks.rank == 0:
             with disk_errors(Path(folder)):
                 copy_companions(Path(self._info.path), Path(folder))
                 write_chat_template(self._info, folder)
-                write_weights(Path(folder), stream)
                 write_config(self._info, Path(folder), value=self._model.value)
+        self._ranks.sum_all([0.0])
+        if sender is None:
+            _exhaust(stream)
+        else:
+            with disk_errors(Path(folder)):
+                write_part(Path(folder), stream, sender)
+        self._ranks.sum_all([0.0])
+        if self._ranks.rank == 0:
+            with disk_errors(Path(folder)):
+                join_parts(Path(folder))
         self._ranks.sum_all([0.0])
 
     # Life
@@ -225,6 +259,12 @@ class HeldModels:
         self._offload.close()
         self._policy_offload.close()
         self._ranks.leave()
+
+
+def _exhaust(stream: Iterator[Any]) -> None:
+    """Iterate to the end: other ranks gather what this one holds a part of."""
+    for _ in stream:
+        pass
 
 
 def _free(tensor: Tensor) -> int:

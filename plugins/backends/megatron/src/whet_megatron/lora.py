@@ -7,7 +7,7 @@ files and on the way to a generator are those of PEFT.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve, frozen
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from whet_megatron import cuts
 from whet_megatron.architecture import Architecture
 from whet_megatron.cuts import Place
-from whet_megatron.lora_layers import ColumnForward, RowForward, with_gradient
 from whet_megatron.lora_targets import is_adaptable, linears, of_rule
 from whet_megatron.rules import VALUE_HEAD as HEAD_RULE
 from whet_megatron.weights import ModelWeights, Ruled
 from whet_training.lora import VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
 from whet_training.lora_config import LoraConfig, chosen
 from whet_weights import adapter as peft
+
+if TYPE_CHECKING:
+    from whet_megatron.lora_layers import ColumnForward, RowForward
 
 
 @frozen
@@ -70,6 +72,8 @@ class Adapters(AdapterSets):
 
     def _adapt(self, stage: Any) -> None:
         """Add adapters to the layers of a stage, and make them its parameters."""
+        from whet_megatron.lora_layers import with_gradient
+
         ruled = {id(one.parameter): one for one in self._weights.ruled.values()}
         before = len(self.pairs)
         for module in stage.modules():
@@ -86,6 +90,8 @@ class Adapters(AdapterSets):
             with_gradient(stage.embedding)
 
     def _adapt_layer(self, module: Any, one: Ruled) -> None:
+        from whet_megatron.lora_layers import ColumnForward, RowForward
+
         place, shapes = self._weights.place(one), self._stored_shapes(one)
         adapted = {name for name in one.stored if name.removesuffix(".weight") in self.targets}
         for name, (rows, columns) in zip(one.stored, shapes, strict=True):

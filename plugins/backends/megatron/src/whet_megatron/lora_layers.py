@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import mappings
 from torch import Tensor, nn
 
 from whet_training.lora import Pair
@@ -33,6 +31,13 @@ class Chosen(Protocol):
         """Return the adapter of a weight, as this rank has it. None: the model computes without adapters."""
 
 
+def _tensor_group() -> Any:
+    """Return the tensor parallel ranks. Megatron is imported late, after the check that it can be."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 class ColumnForward:
     """The forward pass of a column parallel layer, with the norm before it where the layer has one."""
 
@@ -44,7 +49,7 @@ class ColumnForward:
         """
         self._adapters, self._linear, self._inner = adapters, linear, linear.forward
         self._parts, self._adapted, self._order = parts, adapted, order
-        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._group = _tensor_group()
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return W n(x) + s B (A n(x)), n the norm of the layer, and the bias that the layer leaves to be added."""
@@ -52,6 +57,8 @@ class ColumnForward:
         if (pair := self.pair()) is None:
             return y, bias
         a, b = pair
+        from megatron.core.tensor_parallel import mappings
+
         hidden = F.linear(self._normed(x), a.to(x.dtype))
         if self._linear.config.sequence_parallel:
             hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self._group)
@@ -82,7 +89,7 @@ class RowForward:
 
     def __init__(self, adapters: Chosen, linear: Any, name: str) -> None:
         self._adapters, self._linear, self._inner, self._name = adapters, linear, linear.forward, name
-        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._group = _tensor_group()
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return W x + s B (A x), summed over the tensor parallel ranks, and the bias that is left to be added."""
@@ -91,6 +98,8 @@ class RowForward:
             return y, bias
         a, b = pair
         hidden = F.linear(x, a.to(x.dtype))
+        from megatron.core.tensor_parallel import mappings
+
         if self._linear.config.sequence_parallel:
             hidden = mappings.reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from whet.data import randomness
 from whet.data.model_info import ModelInfo
-from whet_megatron import architecture, fp8, layers
+from whet_megatron import architecture, foreign, fp8, layers
 from whet_megatron.config import MegatronConfig
 from whet_megatron.experts import Experts
 from whet_megatron.grouped_experts import grouped
@@ -41,8 +41,13 @@ class ValueHead(nn.Module):
 class HeldModel:
     """The stages that a rank holds of one model."""
 
-    def __init__(self, info: ModelInfo, config: MegatronConfig, ranks: Ranks, seed: int, *, trained: bool) -> None:
-        """Build the stages and read their weights. Raises `WhetError` if weights are missing or of another shape."""
+    def __init__(
+        self, info: ModelInfo, config: MegatronConfig, ranks: Ranks, seed: int, *, trained: bool, begin: str = ""
+    ) -> None:
+        """Build the stages and read their weights. Raises `WhetError` if weights are missing or of another shape.
+
+        `begin`: a checkpoint of Megatron with the weights. Empty: they are in the model folder.
+        """
         self.architecture, self.path = architecture.read(info), info.path
         self.dtype = torch.bfloat16 if info.dtype == "bfloat16" else torch.float32
         self.layers = layers.choose(config.layers, ranks.device)
@@ -52,7 +57,10 @@ class HeldModel:
         stages = [self._stage(number) for number in range(config.parallel.virtual)]
         self.weights = ModelWeights(stages, self.architecture, info, ranks, value=self.value)
         drawn = _drawn_head(self.architecture.hidden, seed) if self.value else None
-        self.weights.load(info.path, new_head=drawn)
+        if begin:
+            foreign.load(begin, self.weights, new_head=drawn)
+        else:
+            self.weights.load(info.path, new_head=drawn)
         lowered = [self._lowered(stage) for stage in stages]
         self.adapters: Adapters | None = None
         self.base = ""

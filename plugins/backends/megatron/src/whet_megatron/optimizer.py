@@ -9,7 +9,7 @@ from torch import Tensor
 from whet_megatron.config import MegatronConfig
 from whet_megatron.cpu_shim import optimizer_types
 from whet_megatron.model import HeldModel
-from whet_megatron.torch_adamw import begin, own_steps, torch_adamw
+from whet_megatron.torch_adamw import begin, count, own_steps, torch_adamw
 from whet_training.schedule import learning_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
 
@@ -115,30 +115,11 @@ class Stepper:
 
     def load(self, state: Any, steps: int) -> None:
         """Replace all state by that of a checkpoint."""
+        count(state, steps)
         with optimizer_types(), torch_adamw():
-            self.optimizer.load_state_dict(
-                self._described(state, steps) if self._config.optimizer.distributed else state
-            )
+            self.optimizer.load_state_dict(state)
         own_steps(self._inner(), steps)
         self.steps = steps
-
-    def _described(self, state: Any, steps: int) -> Any:
-        """Return loaded tensors with the description that Megatron expects beside them.
-
-        That of the checkpoint is of the optimizers that saved it. With expert parallelism the experts have one of their
-        own, whose groups have another key. Rates and decays are those of the config in any case.
-        """
-
-        def part(one: Any, found: Any) -> dict[str, Any]:
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-            return {
-                "optimizer": {"param_groups": [{**group, "step": steps} for group in groups]},
-                "param_state": found["param_state"],
-                "param_state_sharding_type": "fully_reshardable",
-            }
-
-        ones = self.optimizer.chained_optimizers
-        return part(ones[0], state) if len(ones) == 1 else {n: part(one, state[n]) for n, one in enumerate(ones)}
 
     def _inner(self) -> list[Any]:
         """Return the optimizers that Megatron's wrap."""

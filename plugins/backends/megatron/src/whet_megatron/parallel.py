@@ -57,6 +57,11 @@ class ParallelConfig:
         """Return the number of runs of layers."""
         return self.pipeline * self.virtual
 
+    @property
+    def senders(self) -> int:
+        """Return the number of ranks that send weights: of each stage one for each expert parallel rank."""
+        return self.pipeline * self.expert
+
 
 @frozen
 class Grid:
@@ -80,6 +85,20 @@ class Grid:
         place, context = divmod(place, self.sizes.context)
         pipeline, data = divmod(place, self.data)
         return RankCoordinates(data=data, tensor=tensor, pipeline=pipeline, context=context)
+
+    def source(self, stage: int, expert: int) -> int:
+        """Return the rank that sends the experts of an expert parallel rank of a stage; of rank 0 also all else."""
+        return stage * (self.ranks // self.sizes.pipeline) + expert * self.sizes.expert_tensor
+
+    def sharers(self, source: int, *, expert: bool) -> range:
+        """Return the ranks that hold the parts of what a source sends: of its experts, or of all else."""
+        return range(source, source + (self.sizes.expert_tensor if expert else self.sizes.tensor))
+
+    def sender(self, rank: int) -> int | None:
+        """Return the number of a rank among those that send weights. None: it sends nothing."""
+        stage, place = divmod(rank, self.ranks // self.sizes.pipeline)
+        expert, rest = divmod(place, self.sizes.expert_tensor)
+        return None if rest or expert >= self.sizes.expert else stage * self.sizes.expert + expert
 
 
 def padded_rows(vocabulary: int, tensor: int, multiple: int) -> int:

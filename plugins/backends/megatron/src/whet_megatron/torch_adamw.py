@@ -44,6 +44,16 @@ def begin(optimizers: Iterable[Any]) -> None:
                     optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
+def count(state: Any, steps: int) -> None:
+    """Set the number of steps in a state as Megatron describes it: of groups, and of torch's AdamW of parameters."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        count(value, steps)
+        for group in value if key == "param_groups" else ():
+            group["step"] = steps
+        if key == "state" and isinstance(value, dict) and _uses_torch():
+            value["common_step"] = torch.tensor(float(steps))
+
+
 def own_steps(optimizers: Iterable[Any], steps: int) -> None:
     """Make a step counter of its own for each parameter."""
     for optimizer in optimizers if _uses_torch() else ():

@@ -27,8 +27,8 @@ class Ruled:
     rule: Rule
     stored: tuple[str, ...]
     """Names in the model folder."""
-    others: tuple[tuple[str, ...], ...] = ()
-    """Of an expert: the stored names of the experts that the ranks of the expert group hold in its place."""
+    expert: bool = False
+    """Whether it is of an expert."""
 
 
 class ModelWeights:
@@ -37,7 +37,7 @@ class ModelWeights:
     def __init__(
         self, stages: Sequence[Any], architecture: Architecture, info: ModelInfo, ranks: Ranks, *, value: bool
     ) -> None:
-        self.stages, self._arch, self._ranks = tuple(stages), architecture, ranks
+        self.stages, self.architecture, self._ranks = tuple(stages), architecture, ranks
         found = family(info)
         assert found is not None
         self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
@@ -53,24 +53,21 @@ class ModelWeights:
                 self._add(_whole_name(stage, name), parameter, self.rules)
 
     def _add(self, name: str, parameter: nn.Parameter, rules: Sequence[Rule]) -> None:
-        mine, others = name, tuple[tuple[str, ...], ...]()
         head, mark, tail = name.partition(".local_experts.")
         if mark:
             number, _, rest = tail.partition(".")
-            held = self._arch.experts // self._ranks.sizes.expert
-            names = [f"{head}{mark}{int(number) + rank * held}.{rest}" for rank in range(self._ranks.sizes.expert)]
-            mine = names[_expert_rank()]
-            others = tuple(_rule(rules, one)[1] for one in names)
-        rule, stored = _rule(rules, mine)
-        if self._arch.tied and rule.stored == ("lm_head.weight",):
+            held = self.architecture.experts // self._ranks.sizes.expert
+            name = f"{head}{mark}{int(number) + _expert_rank() * held}.{rest}"
+        rule, stored = _rule(rules, name)
+        if self.architecture.tied and rule.stored == ("lm_head.weight",):
             rule = evolve(rule, stored=("model.embed_tokens.weight",))
             stored = rule.stored
-        self.ruled[mine] = Ruled(parameter, rule, stored, others)
+        self.ruled[name] = Ruled(parameter, rule, stored, bool(mark))
         _mark(parameter, rule)
 
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
-        numbers = {"layer": range(self._arch.layers), "expert": range(self._arch.experts)}
+        numbers = {"layer": range(self.architecture.layers), "expert": range(self.architecture.experts)}
         for rule in self.rules:
             for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
                 name = rule.stored[0].format(layer=layer, expert=expert)
@@ -79,7 +76,7 @@ class ModelWeights:
 
     def place(self, one: Ruled) -> Place:
         """Return this rank's place among those that share a parameter."""
-        if one.others:
+        if one.expert:
             return Place(*_expert_tensor_place())
         return self.tensor_place
 
@@ -108,7 +105,7 @@ class ModelWeights:
         slices = [weights.slices(name) for name in one.stored]
         shape, place = tuple(one.parameter.shape), self.place(one)
         self._refuse_others(weights, one, folder)
-        found = cuts.take(one.rule.cut, slices, shape, place, self._arch)
+        found = cuts.take(one.rule.cut, slices, shape, place, self.architecture)
         if tuple(found.shape) != shape:
             words = f"{' and '.join(one.stored)} hold {tuple(found.shape)} of this rank's part, wanted {shape}"
             raise WhetError(f"model.path: the weights in {folder} hold another shape than config.json says: {words}")
@@ -116,7 +113,7 @@ class ModelWeights:
 
     def _refuse_others(self, weights: StoredWeights, one: Ruled, folder: str) -> None:
         """Raise `WhetError` if the stored weights have other sizes than the config says."""
-        wanted = cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self.place(one), self._arch)
+        wanted = cuts.stored_shapes(one.rule.cut, tuple(one.parameter.shape), self.place(one), self.architecture)
         for name, shape in zip(one.stored, wanted, strict=True):
             if (found := weights.shape(name)) != shape:
                 raise WhetError(
@@ -125,60 +122,43 @@ class ModelWeights:
                 )
 
     @torch.no_grad()
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (stored name, whole tensor) of all stages on rank 0. Every rank must iterate to the end.
+    def sent(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (stored name, whole tensor) of the weights that this rank sends. Every rank must iterate to the end.
 
-        Ranks of one stage gather a parameter at a time, and hand it on to rank 0. Elsewhere nothing is yielded.
+        The ranks that share a parameter gather it where it is sent, one parameter at a time. Receivers may read one
+        sender after another: so ranks take part for the senders of their stage in the order of these. `dtype`: weights
+        are cast to it before they are gathered.
         """
-        stages = self._ranks.sizes.pipeline
-        for stage in range(stages):
-            mine = self._ranks.coordinates.pipeline == stage
-            stream = self._of_stage() if mine else iter(())
-            if stage == 0:
-                for name, tensor in stream:
-                    if self._ranks.rank == 0:
-                        yield name, tensor
-            else:
-                yield from self._handed_on(stage, stream)
+        for expert in range(self._ranks.sizes.expert):
+            source = self._ranks.grid.source(self._ranks.coordinates.pipeline, expert)
+            for one in self._shared(source, expert):
+                if parts := self._parts(one, source, dtype):
+                    whole = cuts.join(one.rule.cut, parts, self.architecture)
+                    del parts  # else the next parameter is gathered beside it
+                    for name in one.stored:
+                        yield name, whole.pop(0)
 
-    def _of_stage(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this rank's stage, on each of its ranks. A tied weight is that of the first stage."""
+    def _shared(self, source: int, expert: int) -> Iterator[Ruled]:
+        """Yield the parameters that a rank sends and of which this rank holds a part."""
         for one in self.ruled.values():
-            if one.rule.cut == "vocabulary" and self._arch.tied and one.rule.name == "output_layer.weight":
-                continue
-            for names, parts in self._parts(one):
-                yield from zip(names, cuts.join(one.rule.cut, parts, self._arch), strict=True)
+            sent = (one.expert or expert == 0) and self._is_own(one)
+            if sent and self._ranks.rank in self._ranks.grid.sharers(source, expert=one.expert):
+                yield one
 
-    def _parts(self, one: Ruled) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
-        """Yield stored names and the parts of all ranks that share a parameter; of an expert, those of every rank."""
+    def _is_own(self, one: Ruled) -> bool:
+        """Return whether a parameter is no copy of another stage's: the last stage has one of a tied embedding."""
+        return not (self.architecture.tied and one.rule.name == "output_layer.weight" and one.rule.cut == "vocabulary")
+
+    def _parts(self, one: Ruled, source: int, dtype: torch.dtype | None) -> list[Tensor]:
+        """Return the parts of all ranks that share a parameter, in order, on the rank `source`. Elsewhere: nothing."""
         from megatron.core import parallel_state
 
-        tensor = self.computing(one)
-        if not one.others:
-            whole = one.rule.cut == "whole"
-            group = None if whole else parallel_state.get_tensor_model_parallel_group()
-            yield one.stored, _gathered(tensor, group)
-            return
-        parts = _gathered(tensor, parallel_state.get_expert_tensor_parallel_group())
-        every = [_gathered(part, parallel_state.get_expert_model_parallel_group()) for part in parts]
-        for names, of_expert in zip(one.others, zip(*every, strict=True), strict=True):
-            yield names, list(of_expert)
-
-    def _handed_on(self, stage: int, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of another stage on rank 0."""
-        mine = self._ranks.coordinates
-        sends = mine.data == mine.tensor == mine.context == 0 and mine.pipeline == stage
-        source = next(
-            rank for rank in range(self._ranks.size)
-            if self._ranks.grid.coordinates(rank) == evolve(self._ranks.grid.coordinates(0), pipeline=stage)
-        )  # fmt: skip
-        if self._ranks.rank == 0:
-            yield from _received(source, self._ranks.device)
-        elif sends:
-            _send(stream, self._ranks.device)
-        else:
-            for _ in stream:
-                pass
+        tensor = self.computing(one).to(dtype)
+        if one.rule.cut == "whole":
+            return [tensor] if self._ranks.rank == source else []
+        if one.expert:
+            return _gathered(tensor, source, parallel_state.get_expert_tensor_parallel_group())
+        return _gathered(tensor, source, parallel_state.get_tensor_model_parallel_group())
 
 
 def _rule(rules: Sequence[Rule], name: str) -> tuple[Rule, tuple[str, ...]]:
@@ -221,40 +201,12 @@ def _expert_tensor_place() -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
-    """Return the tensors of all ranks of a group, in order."""
-    if group is None or group.size() == 1:
+def _gathered(tensor: Tensor, source: int, group: Any) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, in order, on the rank `source`. Elsewhere: nothing."""
+    if group.size() == 1:
         return [tensor]
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _send(stream: Iterator[tuple[str, Tensor]], device: torch.device) -> None:
-    """Send weights to rank 0, each after its name and shape."""
-    for name, tensor in stream:
-        text = name.encode()
-        header = torch.tensor([len(text), DTYPES.index(tensor.dtype), tensor.ndim], device=device)
-        torch.distributed.send(header, 0)
-        torch.distributed.send(torch.tensor([*tensor.shape, *text], device=device), 0)
-        torch.distributed.send(tensor.contiguous(), 0)
-    torch.distributed.send(torch.zeros(3, dtype=torch.int64, device=device), 0)
-
-
-def _received(source: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that another rank sends."""
-    while True:
-        header = torch.empty(3, dtype=torch.int64, device=device)
-        torch.distributed.recv(header, source)
-        length, dtype, dimensions = header.tolist()
-        if not length:
-            return
-        described = torch.empty(dimensions + length, dtype=torch.int64, device=device)
-        torch.distributed.recv(described, source)
-        numbers = described.tolist()
-        tensor = torch.empty(numbers[:dimensions], dtype=DTYPES[dtype], device=device)
-        torch.distributed.recv(tensor, source)
-        yield bytes(numbers[dimensions:]).decode(), tensor
+    tensor = tensor.contiguous()
+    receives = torch.distributed.get_rank() == source
+    parts = [torch.empty_like(tensor) for _ in range(group.size())] if receives else None
+    torch.distributed.gather(tensor, parts, source, group=group)
+    return parts or []

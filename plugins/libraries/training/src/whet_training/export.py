@@ -25,36 +25,54 @@ FILE_BYTES = 4 << 30
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write weights as `transformers` names their files. At most `FILE_BYTES` and a tensor are in memory at a time."""
-    files, listed, total = list[Path](), dict[str, int](), 0
-    chunk, size = dict[str, Tensor](), 0
+    write_part(folder, weights)
+    join_parts(folder)
+
+
+def write_part(folder: Path, weights: Iterable[tuple[str, Tensor]], part: int = 0) -> None:
+    """Write the weights of one of several writers, which all write to one folder. `join_parts` names the files."""
+    chunk, size, count = dict[str, Tensor](), 0, 0
     for name, tensor in weights:
         chunk[name] = tensor.detach().cpu().contiguous()
         size += chunk[name].nbytes
         if size >= FILE_BYTES:
-            files.append(_write_file(folder, len(files), chunk))
-            listed |= dict.fromkeys(chunk, len(files))
-            total, chunk, size = total + size, {}, 0
-    if chunk or not files:
-        files.append(_write_file(folder, len(files), chunk))
-        listed |= dict.fromkeys(chunk, len(files))
-        total += size
+            _write_file(folder, part, count, chunk)
+            chunk, size, count = {}, 0, count + 1
+    if chunk or not count:
+        _write_file(folder, part, count, chunk)
+
+
+def join_parts(folder: Path) -> None:
+    """Name the files of all writers as `transformers` does, and write their index, once all are written."""
+    files = sorted(folder.glob("*.safetensors.partial"))
     if len(files) == 1:
         files[0].rename(folder / "model.safetensors")
         return
-    names = {n: f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)}
+    listed, total = dict[str, str](), 0
     for number, file in enumerate(files, 1):
-        file.rename(folder / names[number])
-    index = {"metadata": {"total_size": total}, "weight_map": {name: names[n] for name, n in listed.items()}}
+        place = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for name, entry in _header(file).items():
+            if name != "__metadata__":
+                listed[name] = place.name
+                total += entry["data_offsets"][1] - entry["data_offsets"][0]
+        file.rename(place)
+    index = {"metadata": {"total_size": total}, "weight_map": listed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_file(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
+def _write_file(folder: Path, part: int, number: int, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    path = folder / f"model-{number + 1:05d}.partial"
+    path = folder / f"{part:05d}-{number:05d}.safetensors.partial"
     save_file(tensors, path, metadata={"format": "pt"})
     use_umask(path)
-    return path
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return the header of a file that this module wrote."""
+    with file.open("rb") as stream:
+        found: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        return found
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -2,8 +2,8 @@
 
 Each sender has a process group with the receivers that are present. The sender keeps the group while the receivers stay
 the same. A restarted receiver is in the next group. Receivers read several senders one after another, in order.
-Therefore, if several senders gather their tensors in step, only one of them may send. NCCL has not been tested, because
-no GPUs were available.
+Therefore senders that gather tensors together must do so in this order too: all for the first sender, then all for the
+second. NCCL has not been tested, because no GPUs were available.
 """
 
 import ctypes

@@ -203,8 +203,11 @@ def _whole(out: Path) -> Iterator[Path]:
 
 def _alone(config: Path) -> list[str]:
     """Change a config so that its backend runs as one worker: in this process, unless it has a Python of its own."""
-    python = load_config(config).config.cluster.python.get("backend")
+    loaded = load_config(config).config
+    python = loaded.cluster.python.get("backend")
+    shared = hasattr(loaded.backend.config, "parallel")  # then it would ask for as many ranks
     return [
+        *["backend.parallel={}"] * shared,
         f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.colocate=[]",
         f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
         "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",

@@ -122,10 +122,6 @@ def checked(config: Config) -> Iterator[Problem]:
     if backend.parallel != generator.parallel.sizes:
         words = "is not backend.parallel, whose ranks hold the weights; make them equal"
         yield Problem("generator.parallel", f"{words}, {own}")
-    if backend.lora is not None:
-        yield Problem(
-            "generator.weights", f"is shared, and backend.lora trains an adapter beside the weights; {own[3:]}"
-        )
     if config.rollout.max_staleness:
         words = (
             f"is shared, and with rollout.max_staleness {config.rollout.max_staleness} weights change under requests"

@@ -359,10 +359,11 @@ class BackendContract(SleepRules, SavingRules):
         backend.train(_batch(), LIKELIHOOD)
         backend.export(tmp_path / "export")
         expected = dict(Reference(tmp_path / "export").weights())
+        senders = facts.senders if (facts := self.facts()) else 1
         for transport in self.transports:
             folder = tmp_path / f"weights-{transport}"
             folder.mkdir()
-            spec = TransferSpec(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
+            spec = TransferSpec(transport, str(folder), "session", 1, "float32", senders, timeout_seconds=60.0)
             pending = backend.send_weights(spec)
             received = [(name, tensor.clone()) for name, tensor in transfer.receive(spec)]
             pending.result()

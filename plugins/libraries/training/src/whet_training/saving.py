@@ -3,6 +3,9 @@
 driver     save_in_background ──> taken ─────────────> other calls ────────────> result
 worker       take: copy of weights, buffers, moments   train, sleep, ...         written
 thread                                 └── write the copy ──────────> durable ───┘
+
+A worker has the methods `take(folder)` and `written()`. If `written` returns anything, the driver calls `complete` of
+all workers with the list of what they returned: what describes the files of all ranks can be written then.
 """
 
 import asyncio
@@ -10,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet.interfaces.workers import Pending, Workers
 from whet.plan.machine import available_memory
@@ -38,16 +41,18 @@ class BackgroundSave:
     def result(self) -> None:
         """Wait until the files are durable."""
         self._taking.result()
-        self._workers.call("written", phase="save")
+        written = self._workers.call("written", phase="save")
+        if any(one is not None for one in written):
+            self._workers.call("complete", written, phase="save")
 
 
 class Writer:
     """Writes on a thread of a worker process, one save at a time."""
 
     def __init__(self) -> None:
-        self._writing: Future[None] | None = None
+        self._writing: Future[Any] | None = None
 
-    def take(self, tensors: Tensors, size: int, write: Callable[[Tensors], None]) -> None:
+    def take(self, tensors: Tensors, size: int, write: Callable[[Tensors], Any]) -> None:
         """Copy tensors of `size` bytes to host memory, and have a thread call `write` with the copies.
 
         Where the memory does not suffice for copies, `write` is called before this returns.
@@ -57,25 +62,25 @@ class Writer:
         self._writing = None
         if SPARE * size > available_memory():
             print(f"saving {size / 2**30:.1f} GiB in the foreground: no host memory for a copy", flush=True)
-            write(tensors)
+            self._writing = Future()
+            self._writing.set_result(write(tensors))
         else:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
             self._start(lambda: write(copies.items()))
 
-    def _start(self, work: Callable[[], None]) -> None:
-        writing = self._writing = Future[None]()
+    def _start(self, work: Callable[[], Any]) -> None:
+        writing = self._writing = Future[Any]()
 
         def run() -> None:
             try:
-                work()
+                found = work()
             except BaseException as error:  # is raised by `written`
                 writing.set_exception(error)
             else:
-                writing.set_result(None)
+                writing.set_result(found)
 
-        threading.Thread(target=run, name="whet-fsdp2-save", daemon=True).start()
+        threading.Thread(target=run, name="whet-backend-save", daemon=True).start()
 
-    async def written(self) -> None:
-        """Wait until the files are durable, and raise what prevented it."""
-        if self._writing is not None:
-            await asyncio.wrap_future(self._writing)
+    async def written(self) -> Any:
+        """Wait until the files are durable, and raise what prevented it. Return what `write` returned."""
+        return None if self._writing is None else await asyncio.wrap_future(self._writing)

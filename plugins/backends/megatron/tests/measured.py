@@ -1,0 +1,22 @@
+"""A worker that counts the bytes of its tensors while it sends its weights."""
+
+from operator import itemgetter
+
+from whet_megatron.cpu_shim import as_on_gpu
+from whet_megatron.worker import Worker
+from whet_memory.live_bytes import LiveBytes
+
+
+class Measured(Worker):
+    """A worker of the backend."""
+
+    @as_on_gpu
+    def measure(self):
+        """Return names, the bytes of this rank's parameters, the largest parameter of all ranks, and the peak."""
+        weights = self._model.weights
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model.parameters()}
+        largest = max(one.parameter.nbytes * weights.place(one).ranks for one in weights.ruled.values())
+        with LiveBytes() as live, live.phase("sent"):
+            names = list(map(itemgetter(0), weights.sent()))  # drops each tensor before the next
+        peak = max(size for _, size in live.timelines["sent"])
+        return {"names": names, "held": sum(held.values()), "largest": int(self._ranks.max(largest)), "peak": peak}

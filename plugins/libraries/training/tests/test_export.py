@@ -1,0 +1,45 @@
+"""The files of an exported model folder, as `transformers` and engines read them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from whet_training import export
+
+WEIGHTS = {f"w{n}": torch.arange(100.0) + n for n in range(5)}
+
+
+def read(folder):
+    """Return all weights of a folder, by its index where there are several files."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return load_file(folder / "model.safetensors")
+    document = json.loads(index.read_text())
+    found = {name: load_file(folder / file)[name] for name, file in document["weight_map"].items()}
+    assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+@pytest.mark.parametrize(("file_bytes", "files"), [(1 << 30, 1), (800, 3), (1, 5)])
+def test_files_hold_all_weights_whatever_their_size(tmp_path, monkeypatch, file_bytes, files):
+    monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
+    export.write_weights(tmp_path, WEIGHTS.items())
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    found = read(tmp_path)
+    assert set(found) == set(WEIGHTS)
+    assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".safetensors", ".json"}
+
+
+def test_several_writers_make_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "FILE_BYTES", 800)
+    names = list(WEIGHTS)
+    for part, mine in enumerate((names[:3], names[3:])):
+        export.write_part(tmp_path, ((name, WEIGHTS[name]) for name in mine), part)
+    export.join_parts(tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
+        f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)
+    ]
+    assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in read(tmp_path).items())
