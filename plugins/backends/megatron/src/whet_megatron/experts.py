@@ -30,6 +30,14 @@ from whet_training.layout import used_lengths
 from whet_training.routing import Sums
 
 
+def _let_go(layer: Any, given: Any, result: Any) -> None:
+    """Forget the probabilities of a pass that has run: with them Megatron's dispatcher keeps the pass's whole graph.
+
+    The graph would live until the next pass, and a model whose last pass it is would never be freed.
+    """
+    layer.token_dispatcher.probs = None
+
+
 @define(eq=False)
 class Pass:
     """The tokens of one forward pass, as this rank's routers see them."""
@@ -75,6 +83,9 @@ class Experts:
         self.step: Step | None = None
         """The step that is computed. None: passes are scores."""
         self.current = Pass(torch.zeros(0))
+        for stage in stages:
+            for layer in stage.decoder.layers:
+                layer.mlp.register_forward_hook(_let_go)
         self._watches = [
             LayerWatch(self, layer.mlp.router, layer.layer_number - 1)
             for stage in stages
