@@ -91,7 +91,7 @@ def test_the_tool_keeps_state_and_ends_with_the_episode(tmp_path: Path) -> None:
 
 
 def test_the_tool_survives_what_the_model_does_to_it(tmp_path: Path) -> None:
-    environment = made(tmp_path, SQUARE, turns=6, limits={"cpu_seconds": 1.0, "wall_seconds": 5.0, "memory_mib": 256})
+    environment = made(tmp_path, SQUARE, turns=6, limits={"cpu_seconds": 1.0, "wall_seconds": 60.0, "memory_mib": 256})
     calls = (
         "```run\nimport os; os._exit(3)\n```",
         "```run\nwhile True: pass\n```",
