@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_no_disturbance_leaves_a_wrong_or_silent_state():
     section = {"use": "megatron", "parallel": {"tensor": 2}}
     words = ["--seed", "5", "--kills", "2", "--layouts", "two", "--staleness", "0", "--scenarios", ""]
     command = [sys.executable, HERE / "chaos", "--backend", json.dumps(section), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    patient = {**os.environ, "CHAOS_SLOWNESS": "3"}  # a worker imports Megatron Core when it starts
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=patient)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 faults" in done.stdout
