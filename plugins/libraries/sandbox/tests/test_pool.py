@@ -287,7 +287,7 @@ def test_a_late_call_is_killed_and_the_next_one_works(
             call(pool, *order)
         assert (pool.undecided, pool.crashes) == (1, 0)
         assert call(pool, "same", 1, 1)
-        assert len(started) == starts
+        assert starts <= len(started) <= 2  # a busy machine may have it spin in a fresh process, too
     finally:
         pool.close()
 
