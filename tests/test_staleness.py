@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -205,8 +206,9 @@ def test_answers_are_made_while_the_trainer_trains(
     rows = list(read_rows(tmp_path / "run/metrics.jsonl"))[1:]
     waits = [row["seconds/rollout.take"] + row["seconds/backend.train"] for row in rows]
     assert all(row["seconds/generator.generate"] > 0 for row in rows)
-    assert all(wait <= row["seconds/step"] for wait, row in zip(waits, rows, strict=True))
-    assert sum(waits) > 0.6 * sum(row["seconds/step"] for row in rows), "a step waits for answers and for training"
+    gaps = [row["seconds/step"] - wait for wait, row in zip(waits, rows, strict=True)]
+    assert min(gaps) >= 0
+    assert statistics.median(gaps) < 0.15, "a step waits for answers and for training, and for little else"
 
 
 def test_evaluation_has_the_generator_for_itself_and_gives_what_it_gives_without_staleness(
