@@ -14,6 +14,7 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    policy_loss_facts,
     reads,
 )
 
@@ -268,16 +269,10 @@ def wants_reference(config: GrpoConfig) -> bool:
     return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
 
 
-def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
+def group_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
     """Return the facts about a loss that planning reads."""
-    further = {"reference_logprobs"} if config.kl.weight else set()
-    further |= {"reward"} if config.likelihood.weight else set()
     of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
-    return LossFacts(
-        outputs_needed=frozenset({"logprobs", "entropy"} if config.entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
-        token_advantages=not of_sequences,
-    )
+    return policy_loss_facts(config, token_advantages=not of_sequences)
 
 
 @frozen

@@ -14,6 +14,7 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    policy_loss_facts,
     reads,
 )
 
@@ -80,8 +81,8 @@ class PpoClipConfig(ClipSection, PolicyLossConfig):
     """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
 
     @property
-    def wants_entropy(self) -> bool:
-        """Return whether the model's entropy is needed."""
+    def reads_entropy(self) -> bool:
+        """Return whether the loss reads the model's entropy."""
         return self.entropy or self.entropy_weight > 0
 
 
@@ -119,14 +120,8 @@ def wants_reference(config: PpoConfig) -> bool:
 
 
 def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> LossFacts:
-    """Return what planning needs to know of the policy's loss."""
-    further = {"reward"} if config.likelihood.weight else set()
-    further |= {"reference_logprobs"} if config.kl.weight else set()
-    return LossFacts(
-        outputs_needed=frozenset({"logprobs", "entropy"} if config.wants_entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
-        token_advantages=True,
-    )
+    """Return the facts about the loss of the policy that planning reads."""
+    return policy_loss_facts(config)
 
 
 def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> LossFacts:

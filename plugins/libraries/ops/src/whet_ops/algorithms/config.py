@@ -221,6 +221,11 @@ class PolicyLossConfig(AverageConfig):
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
 
+    @property
+    def reads_entropy(self) -> bool:
+        """Return whether the loss reads the model's entropy."""
+        return self.entropy
+
 
 @frozen(slots=False)  # a second base class beside one with slots
 class ClipSection:
@@ -268,6 +273,17 @@ class PolicyConfig:
 def reads(loss: Selection, column: str) -> bool:
     """Return whether the facts of a loss name a batch column. The columns of a loss do not depend on the model."""
     return column in facts_of(loss, ModelInfo(""), LossFacts).columns_read
+
+
+def policy_loss_facts(config: PolicyLossConfig, *, token_advantages: bool = True) -> LossFacts:
+    """Return the facts about a loss of a policy that planning reads."""
+    further = {"reference_logprobs"} if config.kl.weight else set()
+    further |= {"reward"} if config.likelihood.weight else set()
+    return LossFacts(
+        outputs_needed=frozenset({"logprobs", "entropy"} if config.reads_entropy else {"logprobs"}),
+        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
+        token_advantages=token_advantages,
+    )
 
 
 def shaping_problems(
