@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -224,3 +225,17 @@ def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[],
                 first = error
     if first is not None:
         raise first
+
+
+@contextmanager
+def temporary_run_folder(job: str) -> Iterator[RunFolder]:
+    """Make a run folder for a job alone. After an error, the logs of its workers stay, because the error names them."""
+    folder, keeps = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-")), False
+    try:
+        folder.scratch.mkdir()
+        yield folder
+    except Exception:
+        keeps = any(log.stat().st_size for log in folder.logs.glob("*.log"))
+        raise
+    finally:
+        shutil.rmtree(folder.scratch if keeps else folder.path, ignore_errors=True)
