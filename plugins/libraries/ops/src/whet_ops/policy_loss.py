@@ -13,12 +13,10 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet_ops import aggregation
-from whet_ops.algorithms.config import PolicyLossConfig
+from whet_ops.algorithms.config import KlLossSection, LikelihoodSection, PolicyLossConfig
 from whet_ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
-from whet_ops.kl import log_ratio
-from whet_ops.kl_loss import kl_loss
-from whet_ops.likelihood import right_tokens
-from whet_ops.losses import PolicyGradient, finite
+from whet_ops.kl import Importance, log_ratio, penalty_of_kl
+from whet_ops.losses import PolicyGradient, finite, sequence_ratio
 from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 
 
@@ -34,6 +32,10 @@ class Responses:
 
 
 Formula = Callable[[Responses], PolicyGradient]
+WEIGHED: Mapping[str, Importance] = {
+    "none": "none", "score": "score", "ratio": "ratio", "sampler": "ratio", "sequence": "ratio",
+}  # fmt: skip
+"""The formula for each `importance` of `KlLossSection`."""
 
 
 class PolicyLoss:
@@ -127,3 +129,35 @@ class PolicyLoss:
 def trained(mask: Tensor, batch: Batch) -> Any:
     """Return whether each sequence [B] has a token under a mask [N]."""
     return segment_sum(mask.long(), batch["lengths"]) > 0
+
+
+def right_tokens(batch: Batch, section: LikelihoodSection) -> Tensor:
+    """Return which trained tokens [N] belong to correct responses: those with a reward of at least `at_least`.
+
+    The reward has no penalty for leaving the reference: it is the column `task_reward`, if the batch has it.
+    """
+    reward = batch["task_reward"] if "task_reward" in batch else batch["reward"]
+    right: Tensor = batch["loss_mask"] & expand(reward >= section.at_least, batch["lengths"])
+    return right
+
+
+def kl_loss(section: KlLossSection, logprobs: Tensor, old_logprobs: Tensor, batch: Batch, mask: Tensor) -> Tensor:
+    """Return the penalty of each token, in nats. logprobs, old_logprobs, mask [N] -> [N].
+
+    Reads `reference_logprobs`, and for the importance `sampler` the column `sampler_logprobs`. See `penalty_of_kl`.
+    """
+    whole = section.importance == "sequence"
+    ratio = sequence_ratio(logprobs, old_logprobs, mask, batch["lengths"], limit=0.0) if whole else None
+    sampled = batch["sampler_logprobs"] if section.importance == "sampler" else old_logprobs
+    estimate: Tensor = penalty_of_kl(
+        logprobs,
+        batch["reference_logprobs"],
+        sampled,
+        section.estimator,
+        importance=WEIGHED[section.importance],
+        straight_through=section.straight_through,
+        limit=section.clamp_log_ratio,
+        clamp=section.clamp,
+        ratio=ratio,
+    )
+    return estimate
