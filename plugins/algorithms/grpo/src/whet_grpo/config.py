@@ -14,8 +14,8 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    policy_facts,
     policy_loss_facts,
-    reads,
 )
 
 _MAX_WEIGHT: Any = optional(above(0, FACTOR))
@@ -246,27 +246,8 @@ class UnequalRewardsConfig:
 
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return the facts about the algorithm that planning reads."""
-    written = {"advantages", "old_logprobs"}
-    if config.overlong.penalty:
-        written |= {"reward:overlong"}
-    if config.kl_reward.weight:
-        written |= {"reward:kl", "token_rewards", "task_reward"}
-    reference = wants_reference(config)
-    return AlgorithmFacts(
-        inputs=frozenset({"rollouts"}),
-        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
-        columns_essential=frozenset({"advantages"}),
-        weights_needed=frozenset({"reference"} if reference else ()),
-        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
-        token_advantages=config.correction.per_token or config.top_entropy.share < 1,
-        group_size=config.group_size,
-        groups_per_step=config.prompts_per_step,
-    )
-
-
-def wants_reference(config: GrpoConfig) -> bool:
-    """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
+    per_token = config.correction.per_token or config.top_entropy.share < 1
+    return policy_facts(config, config.loss, config.group_size, token_advantages=per_token)
 
 
 def group_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:

@@ -14,8 +14,8 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
+    policy_facts,
     policy_loss_facts,
-    reads,
 )
 
 CRITIC = "critic"
@@ -96,27 +96,11 @@ class ValueClipConfig(AverageConfig):
 
 
 def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
-    """Return what planning needs to know of the algorithm."""
-    written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
-    written |= {"reward:overlong"} if config.overlong.penalty else set()
-    written |= {"reward:kl", "task_reward"} if config.kl_reward.weight else set()
-    reference = wants_reference(config)
-    return AlgorithmFacts(
-        inputs=frozenset({"rollouts"}),
-        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
-        columns_essential=frozenset({"advantages"}),
-        weights_needed=frozenset({"reference"} if reference else ()),
-        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
-        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
-        token_advantages=True,
-        group_size=config.group_size,
-        groups_per_step=config.prompts_per_step,
-    )
-
-
-def wants_reference(config: PpoConfig) -> bool:
-    """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
+    """Return the facts about the algorithm that planning reads."""
+    return policy_facts(
+        config, config.loss, config.group_size, columns=("old_values", "returns", "token_rewards"),
+        token_advantages=True, roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
+    )  # fmt: skip
 
 
 def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> LossFacts:
