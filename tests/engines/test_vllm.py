@@ -190,7 +190,7 @@ def until(seen: Callable[[], bool], what: str) -> None:
 
 
 def engine() -> int:
-    """Give the process of the engine's core; 0 where there is none."""
+    """Return the process of the engine's core; 0 where there is none."""
     return next((p.pid for p in descendants() if "EngineCore" in p.command), 0)
 
 

@@ -39,7 +39,7 @@ class Offer(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The line on the distribution."""
+        """Return the line on the distribution."""
         return self.distribution.metadata["Summary"] or f"Offered by {self.owner}."
 
 
@@ -48,7 +48,7 @@ class Commands(Utf8, click.Group):
 
     @functools.cached_property
     def offers(self) -> Mapping[str, Sequence[Offer]]:
-        """The commands of installed distributions by name."""
+        """Return the commands of installed distributions by name."""
         found: dict[str, list[Offer]] = {}
         for offer in sorted(installed(), key=lambda offer: offer.owner):
             found.setdefault(offer.entry.name, []).append(offer)

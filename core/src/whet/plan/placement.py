@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def nodes(self) -> "tuple[Machine, ...]":
-        """All machines, this one first."""
+        """Return all machines, this one first."""
         return (self, *self.others)
 
 

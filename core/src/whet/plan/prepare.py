@@ -56,7 +56,7 @@ class Prepared:
 
     @property
     def config(self) -> "Config":
-        """The structured config."""
+        """Return the structured config."""
         return self.loaded.config
 
     def refuse_elsewhere(self, *only: str) -> None:

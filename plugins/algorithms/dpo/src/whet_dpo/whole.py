@@ -44,7 +44,7 @@ class Scores:
 
     @property
     def ratio(self) -> Any:
-        """The score [B] of the losses: the log-ratio of policy and reference."""
+        """Return the score [B] of the losses: the log-ratio of policy and reference."""
         return self.policy - self.reference
 
 

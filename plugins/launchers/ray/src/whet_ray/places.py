@@ -47,7 +47,7 @@ class Names:
 
     @property
     def namespace(self) -> str:
-        """The namespace of all actors of the run."""
+        """Return the namespace of all actors of the run."""
         return f"whet:{self._run}~{self._tag}"
 
     def of_process(self, host: Host) -> str:

@@ -114,7 +114,7 @@ class ApiRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
+        """Return whether the prompt is a list of messages."""
         return isinstance(self.prompt, tuple)
 
 
