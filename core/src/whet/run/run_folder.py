@@ -40,7 +40,7 @@ class RunFolder:
     """Writes and reads the files of one run. Creating it touches nothing; `claim` does."""
 
     def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
-        """`private_records`: only this user may read what the model said, see `PRIVATE`; else who the umask lets."""
+        """`private_records`: only this user may read the files in `PRIVATE`; else the umask decides."""
         self.path = Path(path)
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.scratch = self.path / "scratch"
@@ -211,7 +211,9 @@ def _is_kept(row: Mapping[str, Any], step: float) -> bool:
 
 @contextmanager
 def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
-    """Call what is in the list at the end, last first. The error inside comes through, else the first of a closer."""
+    """Call the functions in the list at the end, last first. Raises the error of the block, else the first of a
+    closer.
+    """
     first: BaseException | None = None
     try:
         yield closers

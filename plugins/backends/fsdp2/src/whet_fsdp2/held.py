@@ -1,4 +1,4 @@
-"""What a rank holds: its share of the models and of the optimizer, and all that is done with it but computing.
+"""The share of the models and of the optimizer that a rank holds, and everything done with it except computing.
 
 load the model  ->  send weights, save, load, export, sleep, wake
 """

@@ -90,7 +90,7 @@ class ChatTokenizer:
         except DataError:
             if not any(message.written for message in conversation):
                 raise
-            # What refuses parts may take the same as text.
+            # A template that refuses parts may accept them as text.
             plain = [evolve(message, calls=()) if message.written else message for message in conversation]
             return self.template.render(tuple(plain), tools=self._tools, generation_prompt=generation_prompt)
 
@@ -353,7 +353,7 @@ def given_template(chat_template: str) -> str:
 
 
 def _meaning(message: Message) -> tuple[Any, ...]:
-    """Return what two messages have in common that say the same."""
+    """Return the parts of a message that are equal for two messages of the same meaning."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
     return message.reasoning.split(), message.text.split(), calls
 

@@ -83,7 +83,7 @@ class MessagesWriter:
         return _event("message_start", message={**_begun(self._name), "content": [], "usage": dict(_NO_USAGE)})
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
-        """Return the event of a piece, after those that begin its block."""
+        """Return the event of a piece, after the events that begin its block."""
         if piece.reasons and not self._shows:
             return b""
         kind = THINKING if piece.reasons else TEXT
