@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from click.utils import make_default_short_help
 
 from whet.cli.command import Utf8
 from whet.errors import in_words
@@ -57,7 +56,7 @@ class Offer(NamedTuple):
             place = place.parent.joinpath(*rest).with_suffix(".py") if rest else place
             for node in ast.parse(place.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef) and node.name == name and (text := ast.get_docstring(node)):
-                    return make_default_short_help(text, max_length=len(text))
+                    return click.Command(name, help=text).get_short_help_str(len(text))
         return self.about
 
 
