@@ -38,7 +38,9 @@ def demo(session: nox.Session, name: str, folder: str) -> str:
 @contextmanager
 def beside(session: nox.Session, command: str) -> Iterator[None]:
     """Run a command that uses one core alone meanwhile, show its output at the end, and fail if it failed."""
-    running = subprocess.Popen([Path(session.bin) / command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = subprocess.Popen(
+        [Path(session.bin) / command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         yield
     except KeyboardInterrupt:
