@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nox
@@ -31,6 +33,23 @@ def demo(session: nox.Session, name: str, folder: str) -> str:
     seed = session.posargs[0] if session.posargs else "0"
     session.run("whet", "demo", name, "--folder", f"{folder}-{seed}", "--seed", seed)
     return f"{folder}-{seed}/grpo"
+
+
+@contextmanager
+def beside(session: nox.Session, command: str) -> Iterator[None]:
+    """Run a command that uses one core alone meanwhile, show its output at the end, and fail if it failed."""
+    running = subprocess.Popen(
+        [Path(session.bin) / command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield
+    except KeyboardInterrupt:
+        running.kill()
+        raise
+    finally:
+        session.log(f"{command}\n{running.communicate()[0]}")
+    if running.returncode:
+        session.error(f"{command} failed")
 
 
 @nox.session
@@ -69,9 +88,9 @@ def tests(session: nox.Session) -> None:
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("mypy")
-    session.run("lint-imports")
-    session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=ONE_THREAD)
+    with beside(session, "mypy"):
+        session.run("lint-imports")
+        session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=ONE_THREAD)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])

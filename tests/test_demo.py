@@ -33,6 +33,11 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
     assert made.code == 0, made.errors
     assert "made; to run it:\n  whet run it/" in made.output
     assert {path.name for path in (tmp_path / "it" / "start").iterdir()} >= {"model.safetensors", "train.jsonl"}
+    for part, made_of, fewer in (("train", 40_000, 400), ("validation", 256, 32)):
+        data = tmp_path / "it" / "start" / f"{part}.jsonl"
+        lines = data.read_text().splitlines(keepends=True)
+        assert len(lines) == made_of
+        data.write_text("".join(lines[:fewer]))
     for recipe in (tmp_path / "it").glob("*.yaml"):
         changed = recipe.read_text().replace("limit: 512", "limit: 8").replace("limit: 256", "limit: 8")
         recipe.write_text(changed.replace("prompts_per_step: 16, group_size: 8", "prompts_per_step: 2, group_size: 2"))

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from whet_testing.forking import Program
 from whet_testing.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
@@ -42,13 +44,24 @@ UNRECOVERED = {"recovery": {"enabled": False}}
 TWO_RANKS = {"ranks": {"backend": 2}}
 
 
-def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, float]:
-    """Start a run, send a signal to a worker in the middle of a step, and give the error and seconds until the end.
-
-    Everything is a program of its own here: its workers are told by their command lines.
-    """
+def started(config: Path) -> subprocess.Popen[str]:
+    """Start a run as a program of its own."""
     command = [sys.executable, "-m", "whet.cli", "run", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def forked(start_whet) -> Callable[[Path], Program]:
+    """Start a run whose processes have imported what they need."""
+    return lambda config: start_whet("run", config)
+
+
+def strike(begin_run, config: Path, victim: str, number: signal.Signals) -> tuple[str, float]:
+    """Begin a run, send a signal to a worker in the middle of a step, and return the error and seconds until the end.
+
+    Workers are told by their command lines.
+    """
+    process = begin_run(config)
     while not (config.parent / "run" / "rollouts" / "step-000002.jsonl").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
@@ -57,10 +70,10 @@ def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, floa
     ]
     os.kill(worker, number)
     begin = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1, errors
-    assert "Traceback" not in errors
-    return errors, time.monotonic() - begin
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    return output.partition("Error: ")[2], time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
@@ -73,11 +86,11 @@ def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, floa
     ],
     ids=["the one for both roles", "the backend's", "the generator's", "the second of two"],
 )
-def test_a_worker_that_is_killed_is_named(tmp_path, small_run, cluster, victim, named):
+def test_a_worker_that_is_killed_is_named(tmp_path, small_run, forked, cluster, victim, named):
     run = {"folder": str(tmp_path / "run"), **ENDLESS}
     config = small_run(tmp_path, run=run, cluster={**cluster, **UNRECOVERED})
-    errors, seconds = strike(config, victim, signal.SIGKILL)
-    assert re.match(rf"Error: {named} failed in \w+: its process was killed by SIGKILL", errors), errors
+    errors, seconds = strike(forked if cluster else started, config, victim, signal.SIGKILL)
+    assert re.match(rf"{named} failed in \w+: its process was killed by SIGKILL", errors), errors
     assert seconds < PATIENCE
     journal = rows(tmp_path / "run" / "journal.jsonl")
     assert (journal[-1]["event"], journal[-1]["error"]) == ("failed", "WorkerLost")
@@ -92,15 +105,16 @@ def test_a_worker_that_is_killed_is_named(tmp_path, small_run, cluster, victim, 
     ],
     ids=["the one for both roles", "the generator's", "the second of two"],
 )
-def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, small_run, cluster, victim, named):
+def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, small_run, forked, cluster, victim, named):
     deadlines = dict.fromkeys(("train", "generate", "weight_sync", "save"), SOON)
     run = {"folder": str(tmp_path / "run"), **ENDLESS}
     errors, seconds = strike(
+        forked,
         small_run(tmp_path, run=run, cluster={**cluster, **UNRECOVERED, "deadlines": deadlines}),
         victim,
         signal.SIGSTOP,
     )
-    assert re.match(rf"Error: {named} failed in \w+: no answer within 2 s; its process is stopped", errors), errors
+    assert re.match(rf"{named} failed in \w+: no answer within 2 s; its process is stopped", errors), errors
     assert seconds < SOON + PATIENCE
 
 
@@ -143,9 +157,9 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, 
 def test_a_policy_whose_answers_a_grader_cannot_decide_about_trains_on(tmp_path, small_run, whet, kind, reason):
     config = small_run(
         tmp_path,
-        run={"folder": str(tmp_path / "run"), "steps": 3},
+        run={"folder": str(tmp_path / "run"), "steps": 2},
         plugins=[str(HERE / "troubles.py")],
-        algorithm={"use": "grpo", "prompts_per_step": 2, "group_size": 2},
+        algorithm={"use": "grpo", "prompts_per_step": 1, "group_size": 2},
         environments=[trouble(kind)],
         evaluation={"at_start": False, "environments": [trouble(kind, limit=1)]},
         rollout={"max_tokens": 4, "max_failed_groups": 1, "max_infrastructure_groups": 1},
@@ -154,15 +168,15 @@ def test_a_policy_whose_answers_a_grader_cannot_decide_about_trains_on(tmp_path,
     done = whet("run", config)
     assert done.code == 0, done.errors
     metrics = rows(tmp_path / "run" / "metrics.jsonl")
-    assert [row["grader/undecided"] for row in metrics] == [4.0, 4.0, 4.0]
-    assert [row["reward/mean"] for row in metrics] == [0.0, 0.0, 0.0]
+    assert [row["grader/undecided"] for row in metrics] == [2.0, 2.0]
+    assert [row["reward/mean"] for row in metrics] == [0.0, 0.0]
     assert not any(row["groups/dropped"] or row["episodes/retried"] for row in metrics)
     assert (metrics[-1]["evaluation/trouble/undecided"], metrics[-1]["evaluation/trouble/reward"]) == (1.0, 0.0)
     for file in (tmp_path / "run" / "rollouts").iterdir():
         for row in rows(file):
             assert row["rewards"] == {"fine": 0.0}
             assert [reason in found for found in row["undecided"]] == [True]
-    assert "step 1: graders could not decide about 4 responses within their limits" in done.output
+    assert "step 1: graders could not decide about 2 responses within their limits" in done.output
     assert "undecided 1" in done.output
 
 
@@ -266,11 +280,20 @@ def test_an_evaluation_leaves_failed_episodes_out_and_counts_them(troubled):
 # A full disk
 
 MOUNTED = """
-mount -t tmpfs -o size={size} tmpfs {disk}
-cd {folder}
-{python} -m whet.cli run run.yaml
-echo "ended with $?"
-cp -a {disk}/run {folder}/kept
+import ctypes, shutil, subprocess, sys
+from whet.cli import main
+from whet_testing.forked_children import forked_children
+if ctypes.CDLL(None, use_errno=True).unshare(0x20000):  # CLONE_NEWNS: the disk is seen by this process alone
+    sys.exit(77)
+size, disk, kept = sys.argv[-3:]
+del sys.argv[-3:]
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+try:
+    with forked_children():
+        main()
+finally:
+    shutil.copytree(f"{disk}/run", kept)
 """
 
 
@@ -282,9 +305,9 @@ cp -a {disk}/run {folder}/kept
     ],
     ids=["by checkpoints", "by rollouts and metrics"],
 )
-def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path, small_run, whet, size, save_every, where):
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs unshare, and the right to use it")
+def test_a_full_disk_is_named_and_costs_nothing_that_was_written(
+    tmp_path, small_run, whet, programs, size, save_every, where
+):
     disk = tmp_path / "disk"
     disk.mkdir()
     # Saves are waited for, so that the step whose checkpoint fails is the last one; test_saving.py has the others.
@@ -292,11 +315,11 @@ def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path, small
         tmp_path,
         run={"folder": str(disk / "run"), "steps": 60, "save_every": save_every, "save_in_background": False},
     )
-    script = MOUNTED.format(size=size, disk=disk, folder=tmp_path, python=sys.executable)
-    done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert "ended with 1" in done.stdout, done.stderr
+    words = ["run", "run.yaml", size, str(disk), str(tmp_path / "kept")]
+    done = programs.run(MOUNTED, words, folder=tmp_path, seconds=100)
+    if done.returncode == 77:
+        pytest.skip("mounting a small disk needs the right to have file systems of one's own")
+    assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert re.search(rf"cannot write .*{where}.*: the disk is full; free some space", done.stderr), done.stderr
     kept = tmp_path / "kept"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import frozen
@@ -17,12 +18,12 @@ from attrs import frozen
 from whet.data.files import read_rows
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
+from whet_testing.forking import Program
 from whet_testing.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
 PAUSING = Path(__file__).parent / "pausing.py"
-COMMAND = [sys.executable, "-m", "whet.cli", "run"]
 AGAIN = "; Ctrl-C again ends at once, without saving"
 CLOSING = "closing the workers; Ctrl-C again does not wait for them"
 
@@ -31,7 +32,7 @@ CLOSING = "closing the workers; Ctrl-C again does not wait for them"
 class Run:
     """A run under way, and the end at which its output is read."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | Program
     reader: int
     terminal: bool
     folder: Path
@@ -70,17 +71,28 @@ class Run:
         return self.process.wait(60)
 
 
-def listening() -> None:
-    """Take a terminal, and the Ctrl-C that a shell withholds from what runs in its background."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+COMMAND = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell withholds it from what runs in its background
+if terminal := sys.argv.pop(1):
+    os.setsid()
+    opened = os.open(terminal, os.O_RDWR)  # the first one that a session opens is its own: Ctrl-C there reaches it
+    for place in (0, 1, 2):
+        os.dup2(opened, place)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(place, mode, 1) for place, mode in enumerate("rww"))
+from whet.cli import main
+from whet_testing.forked_children import forked_children
+with forked_children():
+    main()
+"""
 
 
 @pytest.fixture
-def start(tmp_path, small_run):
-    """Start a run that stops at a moment."""
+def start(tmp_path, small_run, programs):
+    """Start a run that stops at a moment. `anew`: by a new start of Python."""
     started: list[Run] = []
 
-    def run(moment: str, terminal: bool = False, **sections) -> Run:
+    def run(moment: str, terminal: bool = False, anew: bool = False, **sections) -> Run:
         go = tmp_path / "go"
         pausing = {"moment": moment, "go": str(go)}
         config = small_run(tmp_path, **{
@@ -91,31 +103,28 @@ def start(tmp_path, small_run):
             "weight_sync": {"probe": {"every": 0}},  # nothing is computed that could be compared
             "cluster": {"workers": "inline"}, "plugins": [str(PAUSING)], "loggers": ["console"], **sections,
         })  # fmt: skip
-        reader, writer = pty.openpty() if terminal else os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, *COMMAND, str(config)] if terminal else [*COMMAND, str(config)],
-            stdin=writer if terminal else subprocess.DEVNULL, stdout=writer, stderr=writer,
-            start_new_session=terminal, preexec_fn=None if terminal else listening,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-        )  # fmt: skip
-        os.close(writer)
-        started.append(Run(process, reader, terminal, tmp_path / "run", go, []))
+        ours, theirs = pty.openpty() if terminal else (-1, -1)
+        words = [os.ttyname(theirs) if terminal else "", "run", str(config)]
+        variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+        process: Any
+        if anew:
+            command = [sys.executable, "-c", COMMAND, *words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables)
+        else:
+            process = programs.start(COMMAND, words, variables=variables)
+        started.append(Run(process, ours if terminal else process.stdout.fileno(), terminal, tmp_path / "run", go, []))
+        if terminal:
+            started[-1].until(r"\S")  # it has opened the terminal
+            os.close(theirs)
         return started[-1]
 
     yield run
     for one in started:
         one.process.kill()
         one.process.wait()
-        os.close(one.reader)
-
-
-IN_TERMINAL = """
-import fcntl, os, signal, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""Takes the terminal that is standard input as its own, so that Ctrl-C there reaches it."""
+        one.process.stdout.close()
+        if one.terminal:
+            os.close(one.reader)
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["plain", "terminal"])
@@ -132,7 +141,7 @@ os.execv(sys.argv[1], sys.argv[1:])
     ],
 )
 def test_a_first_ctrl_c_is_acknowledged_at_once(start, moment, words, saved, code, terminal):
-    run = start(moment, terminal)
+    run = start(moment, terminal, anew=moment == "start-up")
     run.until(f"at {moment}")
     run.press()
     run.until(re.escape(f"Ctrl-C: {words}"))  # while it is held up: nothing has been let go on

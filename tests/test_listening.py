@@ -1,8 +1,6 @@
 """What a run opens to the network: on one machine nothing that another machine could reach."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -50,24 +48,24 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_ranks_of_one_machine_listen_on_the_loopback_alone(tmp_path, small_run, launcher):
+def test_ranks_of_one_machine_listen_on_the_loopback_alone(tmp_path, small_run, start_whet, launcher):
     if launcher == "ray":
         pytest.importorskip("ray")
     cluster = {"launcher": launcher, "ranks": {"backend": 2}, "threads": {"backend": 1, "generator": 1}}
     config = small_run(tmp_path, run={"folder": str(tmp_path / "run"), "steps": 200}, cluster=cluster)
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
     seen, deadline = set[tuple[str, str]](), time.monotonic() + 240
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as run:
-        try:
-            steps = tmp_path / "run/metrics.jsonl"
-            while not (steps.exists() and steps.read_text().count("\n") > 2):
-                assert run.poll() is None, run.stderr and run.stderr.read().decode()
-                assert time.monotonic() < deadline
-                seen |= listening(family(run.pid))
-                time.sleep(0.02)
+    run = start_whet("run", config, variables=environment)
+    try:
+        steps = tmp_path / "run/metrics.jsonl"
+        while not (steps.exists() and steps.read_text().count("\n") > 2):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
             seen |= listening(family(run.pid))
-        finally:
-            run.kill()
+            time.sleep(0.02)
+        seen |= listening(family(run.pid))
+    finally:
+        run.kill()
+        run.communicate()
     assert seen, "gloo listens"
     assert [f"{address} {command}" for address, command in sorted(seen) if address not in LOOPBACK] == []

@@ -23,6 +23,7 @@ from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 
 Of = TypeVar("Of", bound=Facts)
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 @frozen
@@ -136,8 +137,10 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
             yield from selections(item, f"{path}.{key}")
     elif attrs.has(type(value)):
         for field in attrs.fields(type(value)):
+            if type(item := getattr(value, field.name)) in _PLAIN:
+                continue
             inline = field.metadata.get("inline")
-            yield from selections(getattr(value, field.name), path if inline else f"{path}.{field.name}".lstrip("."))
+            yield from selections(item, path if inline else f"{path}.{field.name}".lstrip("."))
 
 
 def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:

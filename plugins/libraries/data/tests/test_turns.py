@@ -2,6 +2,7 @@
 
 import json
 
+import jinja2
 import pytest
 
 from whet.data.messages import Call, Message
@@ -49,6 +50,17 @@ def test_calls_and_reasoning_are_trained_on_as_the_template_writes_them(chat):
     assert trained(chat, record, train_on="last") == ["<think>It said 7.</think>It is 7.<|im_end|>"]
     completion = {"prompt": record["messages"][:3], "completion": [SAYS], "tools": [ADD]}
     assert trained(chat, completion) == ["<think>It said 7.</think>It is 7.<|im_end|>"]
+
+
+@pytest.mark.parametrize("tools", [[], [ADD]], ids=["no tools", "tools"])
+def test_a_template_is_compiled_once_for_all_records(tiny_model_folder, monkeypatch, tools):
+    compiled, compile_template = [], jinja2.Environment.from_string
+    spy = lambda self, source: compiled.append(source) or compile_template(self, source)  # noqa: E731
+    monkeypatch.setattr(jinja2.Environment, "from_string", spy)
+    chat = chats().ChatTokenizer(tiny_model_folder, TEMPLATE)
+    for _ in range(3):
+        trained(chat, {"messages": [ASKED, {"role": "assistant", "content": "7"}], "tools": tools})
+    assert compiled == [TEMPLATE]
 
 
 def test_a_turn_is_trained_with_its_reasoning_though_the_template_drops_it_later(chat):

@@ -422,7 +422,7 @@ def test_waiting_for_a_sandbox_counts_against_no_deadline_of_an_episode() -> Non
 @pytest.mark.usefixtures("no_orphans")
 def test_many_executions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """WHET_EXECUTIONS sets how many; by default few."""
-    count = int(os.environ.get("WHET_EXECUTIONS", "200"))
+    count = int(os.environ.get("WHET_EXECUTIONS", "60"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     mounts, name = Path("/proc/self/mounts").read_text(), f"left-behind-{os.getpid()}"
     before, descriptors = survivors(frozenset()), len(os.listdir("/proc/self/fd"))

@@ -10,6 +10,8 @@ from whet.data.files import read_rows
 from whet.errors import ConfigError
 from whet.plan.prepare import prepare
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 def config(tmp_path, tiny_model_folder):

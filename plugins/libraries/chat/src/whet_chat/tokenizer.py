@@ -12,6 +12,7 @@ without one of them rewrites history: `continuation` raises, and a new sequence 
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +78,12 @@ class ChatTokenizer:
             raise DataError(f"{self.folder if self._own else 'model.chat_template'}: {error}") from error
 
     def with_tools(self, tools: Tools) -> "ChatTokenizer":
-        """Return a copy whose conversations have these tools. A chat template that knows no tools leaves them out."""
+        """Return a copy whose conversations have these tools. A chat template that knows no tools leaves them out.
+
+        The copy shares the compiled template and what was learned from it: data may have other tools in each record.
+        """
+        with suppress(DataError):  # whoever renders a conversation gets the error
+            _ = self.template, self._stop_texts, self._anchor, self._begin
         other = copy.copy(self)
         other._tools = tools
         return other

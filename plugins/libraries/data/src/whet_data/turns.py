@@ -46,7 +46,7 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
     a text learns to leave it out. Of reasoning, that of the last message counts.
     """
     tools = tools_of(record["tools"]) if record.get("tools") else ()
-    chat = chat.with_tools(tools)
+    chat = chat.with_tools(tools) if tools else chat
     for one in conversations:
         named = {"tool": [json.loads(tool)["function"]["name"] for tool in tools]}
         named["tool call"] = [call.name for message in one for call in message.calls]

@@ -111,7 +111,8 @@ def _become(
             os.chdir(folder)
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(end, mode, 1) for end, mode in enumerate("rww"))
         sys.argv = [module, *arguments]
-        import_module("whet.runtime.forkserver").show_command(["python", "-m", module, *arguments], arguments[-1])
+        sys.orig_argv = ["python", "-m", module, *arguments]
+        import_module("whet.runtime.forkserver").show_command(sys.orig_argv, arguments[-1])
         _forget()
         import_module(module).main()
         code = 0
