@@ -50,8 +50,9 @@ algorithms that learn from rollouts with each generator. A cell has one of these
 - *no test*: it fits the plan, and no test runs it.
 
 The tests run on CPUs, with small random models, and skip where what they need is not installed. In each run with a
-generator, the probe compares its logprobs with the backend's after the first two weight syncs. Losses, advantages and
-filters are in [Combinations](combinations.md)."""
+generator, the probe compares its logprobs with the backend's after the first two weight syncs. vLLM and SGLang want an
+older transformers than `copies 2`, whose backend has a Python of its own beside them. Losses, advantages and filters
+are in [Combinations](combinations.md)."""
 
 
 @frozen

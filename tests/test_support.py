@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
@@ -294,3 +295,8 @@ def test_each_cell_of_the_page_runs_a_test_that_is_there_or_is_refused_or_says_s
     for cell in cells:
         assert cell == "*no test*" or cell.strip("()") in letters or set(cell.split(", ")) <= numbers, cell
     assert len(cells) == sum(1 for _ in support().cells(registry()))
+    sessions = {session for cell in support().cells(registry()) for session in cell.sessions}
+    below = " ".join(line for line in text.splitlines() if "`tests/" in line)
+    noxfile = (ROOT / "noxfile.py").read_text()
+    assert set(re.findall(r"`([a-z]+(?:\([a-z]+\))?)`", below)) == sessions
+    assert all(f"\ndef {name.partition('(')[0]}(session" in noxfile for name in sessions)
