@@ -51,8 +51,8 @@ algorithms that learn from rollouts with each generator. A cell has one of these
 
 The tests run on CPUs, with small random models, and skip where what they need is not installed. In each run with a
 generator, the probe compares its logprobs with the backend's after the first two weight syncs. vLLM and SGLang want an
-older transformers than `copies 2`, whose backend has a Python of its own beside them. Losses, advantages and filters
-are in [Combinations](combinations.md)."""
+older transformers than `copies 2` and `expert 2` of `fsdp2`, whose backends have a Python of their own beside them.
+Losses, advantages and filters are in [Combinations](combinations.md)."""
 
 
 @frozen

@@ -87,7 +87,8 @@ def cases(cells: Iterable[Any], **shown: str) -> list[Any]:
 
 def needs_trainer(cell: Any) -> bool:
     """Return whether the backend of a cell needs a newer transformers than its engine allows."""
-    return cell.needs in support().ENGINES and "replicate" in cell.layout.sizes
+    sizes = cell.layout.sizes if cell.layout.backend == "fsdp2" else {}
+    return cell.needs in support().ENGINES and not {"replicate", "expert"}.isdisjoint(sizes)
 
 
 @functools.cache
