@@ -142,8 +142,6 @@ def support(session: nox.Session, needs: str) -> None:
         environment = install_engine(session, needs, "megatron-core", "pytest-timeout")
         environment["WHET_TRAINER_PYTHON"] = trainer(session)
         cells = [f"{CELLS}_with_{needs}"]
-    if needs == "sglang":
-        cells.append("tests/test_support.py::test_mixtures_are_refused_with_sglang_on_a_cpu")
     session.run("pytest", *cells, *session.posargs, env={**environment, "WHET_EVERY_CELL": "1"})
 
 

@@ -46,7 +46,7 @@ algorithms that learn from rollouts with each generator. A cell has one of these
   in parentheses: only the session `support` runs the test. Another session runs the others, too: from data files and
   with `hf` each pair of an algorithm and a layout of up to two ranks, and with other generators each pair of an
   algorithm and a backend, with one of full training and LoRA.
-- a number: it is refused, with the reason below the table: by the plan, or by the run of the test that is named there.
+- a number: the plan refuses it, with the reason below the table.
 - *no test*: it fits the plan, and no test runs it.
 
 The tests run on CPUs, with small random models, and skip where what they need is not installed. In each run with a
@@ -192,8 +192,6 @@ class Collected:
     parameters: str
     always: bool
     """Whether a session runs it beside `support`."""
-    refused: str = ""
-    """Why the run is refused, which is what the test shows. Empty: it ends well."""
 
 
 @functools.cache
@@ -211,15 +209,14 @@ def collect() -> int:
     """Print the test of each cell as JSON. A test that runs always is preferred."""
     import pytest
 
-    found: dict[str, tuple[str, str, bool, str]] = {}
+    found: dict[str, tuple[str, str, bool]] = {}
 
     class Plugin:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             for item in session.items:
                 for mark in item.iter_markers("supports"):
                     test, _, parameters = item.nodeid.partition("[")
-                    always, refused = mark.kwargs.get("always", True), mark.kwargs.get("refused", "")
-                    row = (test, parameters.removesuffix("]"), always, refused)
+                    row = (test, parameters.removesuffix("]"), mark.kwargs.get("always", True))
                     if mark.args[0] not in found or row[2]:
                         found[mark.args[0]] = row
 
@@ -245,26 +242,22 @@ def page(registry: Registry, algorithms: Iterable[str], generators: Iterable[str
             lines.append(f"| {' | '.join(row)} |")
     below = [f"- {letter(at)}: {test}" for at, test in enumerate(tests)]
     numbered = [f"{at}. {note}" for at, note in enumerate(notes, 1)]
-    numbers = f"Of {counts.total()} cells tests run {counts['test']}, {counts['refused']} are refused, and "
+    numbers = f"Of {counts.total()} cells tests run {counts['test']}, the plan refuses {counts['refused']}, and "
     numbers += f"{counts[NO_TEST]} fit the plan and have no test."
     return "\n\n".join([HEAD, numbers, "\n".join(lines), "\n".join(below), *(["\n".join(numbered)] if notes else [])])
 
 
 def mark(cell: Cell, registry: Registry, notes: list[str], tests: list[str]) -> str:
     """Return the text of a cell. Tests and reasons that it names are added to the lists."""
-    found = None if (problems := refusals(cell, registry)) else collected().get(cell.name)
-    if found is not None:
-        test = f"`{found.test}[{'CELL' if found.parameters == cell.name else found.parameters}]`"
-        often, every = cell.sessions
-        if found.refused:
-            problems = (f"{found.refused}: {test}, in `{every}`",)
-        else:
-            test += f", in `{often}` and `{every}`"
-    if problems:
+    if problems := refusals(cell, registry):
         notes += [one for one in problems if one not in notes]
         return ", ".join(str(notes.index(one) + 1) for one in problems)
-    if found is None:
+    if (found := collected().get(cell.name)) is None:
         return f"*{NO_TEST}*"
+    often, every = cell.sessions
+    test = (
+        f"`{found.test}[{'CELL' if found.parameters == cell.name else found.parameters}]`, in `{often}` and `{every}`"
+    )
     if test not in tests:
         tests.append(test)
     name = letter(tests.index(test))
