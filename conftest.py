@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import whet.plugins.registry
 
+OFFERS = (Path(__file__).parent / "core" / "tests" / "offers.py").read_text(encoding="utf-8")
 WITH_RAY = frozenset(
     ("test_cluster.py", "test_nodes.py", "test_ranks.py", "test_session.py", "test_shared_gpus.py", "test_sleep.py",
      "test_under_ray.py", "test_where_it_runs.py")
@@ -73,6 +75,28 @@ def install(site: Path) -> Callable[..., Path]:
         return info
 
     return install_distribution
+
+
+@pytest.fixture
+def offers(install: Callable[..., Path]) -> whet.plugins.registry.Registry:
+    """A registry of one plugin that offers almost everything: `core/tests/offers.py`."""
+    install("whet-offers", {"offers_hooks": OFFERS})
+    return whet.plugins.registry.load_plugins()
+
+
+@pytest.fixture
+def config(offers: whet.plugins.registry.Registry, tmp_path: Path) -> Path:
+    """A config that can be planned: components of `offers`, and a model folder without weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    document = {
+        "run": {"folder": "runs/it", "steps": 1}, "model": {"path": str(tmp_path / "model")}, "algorithm": "loop",
+        "backend": "trainer", "loggers": ["screen"], "data": {"train": [{"path": "data.jsonl"}]},
+    }  # fmt: skip
+    path = tmp_path / "it.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ class PolicyGradient:
         return {"policy": batch["loss_mask"].sum()}
 
     def live(self, batch: Batch) -> Any:
-        """Say that all count."""
+        """Return that all count."""
         return torch.ones(batch.sequences, dtype=torch.bool)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:

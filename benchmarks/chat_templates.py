@@ -33,7 +33,7 @@ from whet.interfaces.environment import Model
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet_chat.learn import common
-from whet_chat.response import reader
+from whet_chat.response import response_format
 from whet_chat.tokenizer import ChatTokenizer
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
@@ -222,7 +222,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             chat = ChatTokenizer(tokenizer_folder(Path(folder), source))
             found = {name: outcome(chat, name) for name in TALKS}
-            shows = type(reader(chat).calls).__name__
+            shows = type(response_format(chat).calls).__name__
         for name, one in found.items():
             totals[name][
                 one.split(":")[0].split(",")[0] if not one[0].isdigit() or "CALLS" not in one else "calls not read"

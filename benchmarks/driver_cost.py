@@ -65,7 +65,7 @@ class Played:
         return Line(*ends)
 
     def start(self) -> socket.socket:
-        """Give the driver's end."""
+        """Return the driver's end."""
         return self._end
 
     def wait(self) -> str:
@@ -80,7 +80,7 @@ class Played:
         self._end.shutdown(socket.SHUT_RDWR)
 
     def state(self) -> str:
-        """Give nothing: there is no process."""
+        """Return nothing: there is no process."""
         return ""
 
     def show_stacks(self) -> None:
@@ -94,26 +94,26 @@ class Stage:
         self._ends = list(ends)
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> Played:
-        """Give the next."""
+        """Return the next process."""
         return Played(self._ends.pop())
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
         """Fork none."""
 
     def preparations(self) -> list[Span]:
-        """Give none."""
+        """Return none."""
         return []
 
     def import_folders(self, host: Host) -> dict[str, Any]:
-        """Give none."""
+        """Return none."""
         return {"path": [], "add": []}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Give a place where nobody goes."""
+        """Return an address that nothing connects to."""
         return "file:///nowhere"
 
     def address(self) -> str:
-        """Give the loopback."""
+        """Return the loopback."""
         return "127.0.0.1"
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Player:
         self._say(number, "done", None)
 
     def live(self) -> None:
-        """Say that this one lives."""
+        """Send a heartbeat."""
         self._say(0, "alive", {"doing": "", "seconds": 0.0})
 
     def _say(self, number: int, kind: str, value: Any) -> None:
@@ -200,7 +200,7 @@ class Troupe:
         self._waiting.register(end, selectors.EVENT_READ, hear)
 
     def beat(self, every: float, player: Player) -> None:
-        """Let one say that it lives, once and again."""
+        """Send heartbeats of one worker, again and again."""
 
         def live() -> None:
             player.live()
@@ -209,7 +209,7 @@ class Troupe:
         self._later(every * random.uniform(0.0, 2.0), live)
 
     def leave(self, end: socket.socket) -> None:
-        """Let one go."""
+        """End one worker."""
         self._waiting.unregister(end)
         end.close()
         self._left -= 1
@@ -224,7 +224,7 @@ def _completion(request: Request) -> Completion:
 
 
 def make_batch() -> Batch:
-    """Give a step's batch, on the shapes of a small run of GRPO."""
+    """Return a step's batch, on the shapes of a small run of GRPO."""
     columns = {
         "tokens": np.arange(LENGTH), "loss_mask": np.arange(LENGTH) >= PROMPT,
         "advantages": np.ones(LENGTH, np.float32), "sampler_logprobs": np.zeros(LENGTH, np.float32),
@@ -235,7 +235,7 @@ def make_batch() -> Batch:
 
 @contextmanager
 def played(wanted: int, work_seconds: float) -> Iterator[list[socket.socket]]:
-    """Give the driver's ends of so many workers."""
+    """Return the driver's ends of so many workers."""
     pairs = [socket.socketpair() for _ in range(wanted)]
     theirs = [there.fileno() for _, there in pairs]
     troupes = [theirs[n::HELPERS] for n in range(HELPERS) if theirs[n::HELPERS]]
@@ -256,7 +256,7 @@ def played(wanted: int, work_seconds: float) -> Iterator[list[socket.socket]]:
 
 
 def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, float], float, float, int]:
-    """Give median seconds of processor time of a step by part, of the clock and of rest, and the number of threads."""
+    """Return median seconds of processor time of a step by part, of the clock, of rest, and the number of threads."""
     sampling = Sampling(max_tokens=LENGTH - PROMPT)
     requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
     batch, loss = make_batch(), Spec("x:Y")
@@ -307,7 +307,7 @@ def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, flo
 
 
 def rest(cluster: Cluster, workers: int) -> float:
-    """Give seconds of processor time in a second of waiting while all workers say that they live."""
+    """Return seconds of processor time in a second of waiting while all workers say that they live."""
     for rank in range(workers):
         cluster.connection(f"backend-{rank}").expect_heartbeats(DeadlinesSection().heartbeat, workers)
     time.sleep(1.0)

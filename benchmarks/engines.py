@@ -168,7 +168,7 @@ def sglang_by_hand(config: Any, context: Any, runner: asyncio.Runner) -> tuple[G
 
 
 def requests(options: argparse.Namespace, runner: asyncio.Runner, contenders: Mapping[str, Generate]) -> None:
-    """Have the same requests served by each in turn, and print tokens per second."""
+    """Serve the same requests by each engine in turn, and print tokens per second."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     works: dict[str, list[float]] = {name: [] for name in contenders}
     around: dict[str, list[float]] = {name: [] for name in contenders}
@@ -267,7 +267,7 @@ def step(options: argparse.Namespace) -> None:
 
 
 def why_not(options: argparse.Namespace) -> str:
-    """Let TRL take two steps with vLLM: what it said, where it failed."""
+    """Run two steps of TRL with vLLM. Return its error if it failed."""
     words = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), "runs/bench/sft/model", "--vllm"]
     words += ["--steps", "2", "--threads", str(options.threads)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
@@ -276,7 +276,7 @@ def why_not(options: argparse.Namespace) -> str:
 
 
 def spread(ratios: list[float]) -> str:
-    """Give the median with the least and the largest."""
+    """Return the median with the least and the largest."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 

@@ -23,7 +23,7 @@ def same(given: str, wanted: str) -> bool:
 
 
 async def seconds(call: Callable[[], Awaitable[bool]], calls: int) -> list[float]:
-    """Give how long each of so many calls took, one after the other."""
+    """Return how long each of so many calls took, one after the other."""
     took = []
     for _ in range(calls):
         begin = time.perf_counter()

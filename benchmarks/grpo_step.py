@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def rest(rows: list[dict[str, float]]) -> list[float]:
-    """Give the share of each step that is none of the phases in which a model computes."""
+    """Return the share of each step that is none of the phases in which a model computes."""
     return [1 - sum(row[f"seconds/{phase}"] for phase in PHASES) / row["seconds/step"] for row in rows]
 
 

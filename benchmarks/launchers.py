@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(launcher: str, steps: int) -> tuple[list[dict[str, float]], float]:
-    """Give the metrics of each step, and the seconds until the end of the first."""
+    """Return the metrics of each step, and the seconds until the end of the first."""
     folder = Path(f"runs/bench/on-{launcher}")
     shutil.rmtree(folder, ignore_errors=True)
     began = time.time()

@@ -236,7 +236,7 @@ def learn(choice: Choice) -> Result:
 
 
 def children_seconds() -> float:
-    """Give the processor time of all processes that were started and have ended."""
+    """Return the processor time of all processes that were started and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

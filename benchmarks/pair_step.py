@@ -103,7 +103,7 @@ def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
 
 
 def of_kind(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give the keys of algorithm and backend that are those of one kind alone."""
+    """Return the keys of algorithm and backend that are those of one kind alone."""
     if args.kind == "rm":
         return {}, {"head": "value"}
     return {"reference": "precomputed" if args.precomputed else "on-the-fly"}, {"reference": not args.precomputed}

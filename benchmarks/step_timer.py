@@ -18,7 +18,7 @@ class StepTimer(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
-        """Note a step."""
+        """Record the time of a step."""
         now = time.perf_counter()
         self.seconds.append(now - self._begin)
         self.first = self.first or time.time()

@@ -57,7 +57,7 @@ def rm(args: argparse.Namespace, **parts: Any) -> RewardTrainer:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Give what both have in common."""
+    """Return what both have in common."""
     return {
         "output_dir": f"runs/bench/trl-{args.kind}", "max_steps": args.steps, "learning_rate": 1e-4, "use_cpu": True,
         "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
@@ -68,7 +68,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def conversational(pair: dict[str, str]) -> dict[str, list[dict[str, str]]]:
-    """Give a pair as messages."""
+    """Return a pair as messages."""
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     return {name: [{"role": role, "content": pair[name]}] for name, role in roles.items()}
 

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def conversational(record: dict[str, str]) -> dict[str, list[dict[str, str]]]:
-    """Give a record as messages."""
+    """Return a record as messages."""
     return {
         "prompt": [{"role": "user", "content": record["prompt"]}],
         "completion": [{"role": "assistant", "content": record["completion"]}],

@@ -37,14 +37,14 @@ def page(registry: Registry, algorithms: Sequence[str]) -> str:
 
 
 def problems_of(one: Combination, registry: Registry) -> list[str]:
-    """Say what does not fit in a combination."""
+    """Return what does not fit in a combination."""
     keys = registry.find("algorithms", one.algorithm).component.config.__annotations__
     several = {"group_size": SEVERAL} if "group_size" in keys else {}
     return reasons(one, {**BASE, **further(one, registry)}, registry, **several)
 
 
 def further(one: Combination, registry: Registry) -> dict[str, object]:
-    """Give the sections that a combination cannot do without: the roles that its algorithm asks for, and `EXTRA`."""
+    """Return the sections that a combination cannot do without: the roles that its algorithm asks for, and `EXTRA`."""
     roles = asked_roles(facts_of(one, registry), {"use": "fsdp2"})
     return {**({"roles": roles} if roles else {}), **EXTRA.get(one.algorithm, {})}
 
@@ -88,7 +88,7 @@ def table(
 
 
 def mark(problems: Iterable[str], notes: list[str]) -> str:
-    """Give a cell: yes, or the numbers of the reasons, which are added to the notes."""
+    """Return a cell: yes, or the numbers of the reasons, which are added to the notes."""
     numbers = []
     for problem in problems:
         if problem not in notes:

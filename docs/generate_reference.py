@@ -100,7 +100,7 @@ def hooks() -> str:
 
 
 def hook_functions() -> list[Callable[..., Any]]:
-    """Give the hook specifications in the order of the module."""
+    """Return the hook specifications in the order of the module."""
     return [f for name, f in vars(hookspecs).items() if name.startswith("whet_") and inspect.isfunction(f)]
 
 
@@ -116,7 +116,7 @@ def hook(function: Callable[..., Any]) -> str:
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Give the signature as one would write it, with bare type names."""
+    """Return the signature as one would write it, with bare type names."""
     plain = inspect.signature(function)
     shown = [f"{p.name}: {_annotation(p.annotation)}" for p in plain.parameters.values()]
     return f"def {function.__name__}({', '.join(shown)}) -> {_annotation(plain.return_annotation)}"
@@ -174,7 +174,7 @@ def one_kind(kind: Kind, offers: Sequence[Offer]) -> str:
 
 
 def offered(kind: Kind) -> Iterator[Offer]:
-    """Give the components of a kind that this repository offers."""
+    """Return the components of a kind that this repository offers."""
     ours = distributions()
     yield from (offer for offer in registry().offers(kind).values() if offer.distribution in ours)
 
@@ -187,7 +187,7 @@ def registry() -> Registry:
 
 @functools.cache
 def distributions() -> set[str]:
-    """Give the names of the distributions of this repository."""
+    """Return the names of the distributions of this repository."""
     files = [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
     return {tomllib.loads(file.read_text())["project"]["name"] for file in files}
 

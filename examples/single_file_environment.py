@@ -35,7 +35,7 @@ def task(seed: int, position: int, length: int) -> whet.Task:
 
 
 def correct(answer: str, data: Mapping[str, Any]) -> float:
-    """Give 1 for the number alone, else 0."""
+    """Return 1 for the number alone, else 0."""
     return float(answer.strip() == data["answer"])
 
 

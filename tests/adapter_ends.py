@@ -39,7 +39,7 @@ class Ends:
             self.generators[content] = make_generator(evolve(context, adapter=info))
 
     def sync(self, content="adapter", trial=True):
-        """Give a weight sync of a new attempt, with its probe."""
+        """Return a weight sync of a new attempt, with its probe."""
         way = Way("disk", "", adapter=adapter_info(self.lora) if content == "adapter" else None)
         folder = self.folder / f"weights-{next(self.numbers)}"
         made = make_weight_sync(way, folder, section=ClusterSection(), cluster=None, spans=Spans(), closers=[])
@@ -58,7 +58,7 @@ class Ends:
         self.backend.train(batch, Spec("whet_testing.losses:Weighted"))
 
     def sampled(self, content="adapter"):
-        """Give tokens and logprobs of a few completions."""
+        """Return tokens and logprobs of a few completions."""
         requests = [
             Request(f"{next(self.numbers)}", TOKENS[i : i + 5], Sampling(6, 1.0), seed=i, replica=0) for i in (0, 7, 90)
         ]

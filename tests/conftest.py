@@ -111,7 +111,7 @@ def small_run(tiny_model_folder: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def backend(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., Any]]:
-    """Give a function that builds a backend on the tiny model, in this process or at a place; all are closed after."""
+    """Return a function that builds a backend on the tiny model, in this process or elsewhere; all are closed after."""
     from whet_fsdp2.backend import Fsdp2Backend
     from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
     from whet_testing.role_context import make_context
@@ -131,7 +131,7 @@ def backend(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., A
 
 @pytest.fixture(scope="session")
 def new_layer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Give a function that makes a virtual environment, and gives its folder of commands; see `layered`."""
+    """Return a function that makes a virtual environment, and returns its folder of commands; see `layered`."""
     return lambda: layered(tmp_path_factory.mktemp("layer") / "venv")
 
 
@@ -158,7 +158,7 @@ def layered(folder: Path) -> Path:
 
 @pytest.fixture
 def offline_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let `whet env create` find what is installed here, without a network, and give the folder that it writes to."""
+    """Make `whet env create` find what is installed here, without a network. Return the folder that it writes to."""
     wheels = make_wheels(
         ["whet", "whet-hf", "whet-generation", "whet-weights", "hatchling", "editables"], tmp_path / "here"
     )
@@ -170,7 +170,7 @@ def offline_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture
 def shell(layered_python: Path) -> Shell:
-    """Give a function that runs bash text in a folder and gives its output; it fails the test where a command fails."""
+    """Return a function that runs bash text in a folder and returns its output, or fails the test."""
     environment = {
         **os.environ,
         "PATH": f"{layered_python}:{os.environ['PATH']}",

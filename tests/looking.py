@@ -31,7 +31,7 @@ class Looking:
         self.look("built")
 
     def tasks(self, split: str) -> list[Task]:
-        """Give fifty prompts."""
+        """Return fifty prompts."""
         return [Task(f"Say {n}") for n in range(50)]
 
     async def run(self, task, model):

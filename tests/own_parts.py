@@ -74,7 +74,7 @@ class OwnAdvantages:
         self.config = config
 
     def __call__(self, batch: Any) -> Any:
-        """Give the advantage of each sequence [B]."""
+        """Return the advantage of each sequence [B]."""
         return batch["reward"]
 
 
@@ -85,18 +85,18 @@ class OwnFilter:
         self.config = config
 
     def __call__(self, group: Any) -> bool:
-        """Say whether to keep a group."""
+        """Return whether to keep a group."""
         return all(episode.rewards for episode in group.episodes)
 
 
 def of_policy(config: Plain, model: Any) -> LossFacts:
-    """Say what the loss of the policy reads."""
+    """Return what the loss of the policy reads."""
     read = frozenset({"advantages"})
     return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=read, token_advantages=True)
 
 
 def of_critic(config: Plain, model: Any) -> LossFacts:
-    """Say what the loss of the critic reads."""
+    """Return what the loss of the critic reads."""
     return LossFacts(role="critic", outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
 
 

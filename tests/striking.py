@@ -40,7 +40,7 @@ class Striking:
         self.config = config
 
     def tasks(self, split: str) -> list[Task]:
-        """Give fifty prompts."""
+        """Return fifty prompts."""
         return [Task(f"Say {n}") for n in range(50)]
 
     async def run(self, task, model):

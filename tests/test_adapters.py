@@ -94,7 +94,7 @@ MISTAKES = {
 
 @contextmanager
 def applying(change, monkeypatch):
-    """Let the generator apply adapters that are changed on the way."""
+    """Make the generator apply adapters that are changed on the way."""
     original = Base.apply
 
     def apply(self, tensors, info):

@@ -33,7 +33,7 @@ class Machine:
     environment: dict[str, str]
 
     def command(self, *words: object) -> list[str]:
-        """Give the command that runs another there."""
+        """Return the command that runs another there."""
         alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.name, *alone, *map(str, words)]
 

@@ -45,7 +45,7 @@ def spec(document: dict[str, Any]) -> Any:
 
 
 def batch_for(number: int, backend: Fsdp2Backend) -> Batch:
-    """Give a batch near the policy, one sequence of it all masked; every other one with advantages of tokens."""
+    """Return a batch near the policy, one sequence of it all masked; every other one with advantages of tokens."""
     batch = random_batch(number, columns=(*COLUMNS, "reward", "version"), vocabulary=200)
     scores = backend.score(batch, ("logprobs",))["logprobs"]
     draw = np.random.default_rng(number)
@@ -65,7 +65,7 @@ def numbers(found: Any) -> dict[str, float]:
 
 @pytest.fixture
 def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
-    """Give a function that builds a backend on ranks of its own, or on one in this process."""
+    """Return a function that builds a backend on ranks of its own, or on one in this process."""
     built: list[Any] = []
     with LocalCluster(tmp_path / "logs") as cluster:
 

@@ -47,7 +47,7 @@ def pairs(seed: int = 0) -> Batch:
 
 
 def with_prompts(batch: Batch) -> Batch:
-    """Have chosen sequences learned whole, but for their first token."""
+    """Make every token of chosen sequences trained, except the first."""
     lengths = batch["lengths"]
     place = np.arange(batch.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     whole = np.repeat(batch["chosen"], lengths) & (place > 0)

@@ -112,7 +112,7 @@ def whet_step_finished(step, metrics):
 
 @pytest.fixture
 def noting(recipe, tmp_path):
-    """Have the run write down which cluster it is in."""
+    """Make the run record which cluster it is in."""
     (tmp_path / "noting.py").write_text(NOTES_ADDRESS.format(path=str(tmp_path / "address")))
     document = yaml.safe_load(recipe.read_text())
     document["plugins"].append(str(tmp_path / "noting.py"))

@@ -63,7 +63,7 @@ def needed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 
 @pytest.fixture
 def tiny_model(recipe: Path, request: pytest.FixtureRequest) -> Path:
-    """Give a tiny model of the kind that a recipe is for: a mixture of experts, or with a long context for a judge."""
+    """Return a tiny model of the kind that a recipe needs: a mixture of experts, or a long context for a judge."""
     if "experts" in whole(recipe).get("backend", {}):
         return request.getfixturevalue("tiny_models")("qwen3_moe")  # type: ignore[no-any-return] # of any fixture
     if "judge" in whole(recipe).get("roles", {}):  # it reads a rubric beside the response
@@ -72,7 +72,7 @@ def tiny_model(recipe: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def whole(recipe: Path) -> dict[str, Any]:
-    """Give a recipe together with what it extends: sections of the recipe itself go before."""
+    """Return a recipe together with what it extends: sections of the recipe itself go before."""
     document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     extended = document.pop("extends", None)
     below = whole(recipe.parent / extended) if extended else {}
@@ -81,7 +81,7 @@ def whole(recipe: Path) -> dict[str, Any]:
 
 
 def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
-    """Give the overrides that put local files in the place of those a recipe names."""
+    """Return the overrides that put local files in the place of those a recipe names."""
     document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
     given += [f"roles.{name}.model.path={model}" for name, role in document.get("roles", {}).items() if "model" in role]
@@ -96,7 +96,7 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
 
 
 def small(recipe: Path) -> list[str]:
-    """Give the overrides that make two short steps of a recipe."""
+    """Return the overrides that make two short steps of a recipe."""
     document = whole(recipe)
     given = ["run.steps=2", "cluster.workers=inline", "loggers=[]"]
     by_algorithm = {

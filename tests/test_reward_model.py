@@ -135,7 +135,7 @@ def test_a_short_run_learns_which_answer_is_better(trained):
 
 
 def classified(folder: Path, talks: list[Any]) -> Any:
-    """Give the scores of conversations by `transformers`, all in one padded batch."""
+    """Return the scores of conversations by `transformers`, all in one padded batch."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)

@@ -62,7 +62,7 @@ class Judged:
         self.reward_weights: Mapping[str, float] = {}
 
     def tasks(self, split: str) -> list[Task]:
-        """Give a few."""
+        """Return a few tasks."""
         return [Task((Message("user", f"Say {n}."),), {}) for n in range(4)]
 
     async def run(self, task: Task, model: Any) -> dict[str, float]:

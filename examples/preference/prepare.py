@@ -77,24 +77,24 @@ def sums(count: int, seed: int) -> Iterator[Question]:
 
 
 def part_of(question: str) -> str:
-    """Say what a question is for: the same answer in every run."""
+    """Return what a question is for: the same answer in every run."""
     turn, place = divmod(zlib.crc32(question.encode()), HELD_OUT)
     return "train" if place else ("selection", "validation")[turn % 2]
 
 
 def demonstrations(questions: list[Question]) -> Iterator[dict[str, str]]:
-    """Give every right answer."""
+    """Return every right answer."""
     return ({"prompt": question, "completion": answer} for question, right, _ in questions for answer in right)
 
 
 def pairs(questions: list[Question]) -> Iterator[dict[str, str]]:
-    """Give every right answer over every wrong one."""
+    """Return every right answer over every wrong one."""
     for question, right, wrong in questions:
         yield from ({"prompt": question, "chosen": a, "rejected": b} for a in right for b in wrong)
 
 
 def labelled(questions: list[Question]) -> Iterator[dict[str, object]]:
-    """Give every answer with whether it is right."""
+    """Return every answer with whether it is right."""
     for question, right, wrong in questions:
         yield from ({"prompt": question, "completion": answer, "label": True} for answer in right)
         yield from ({"prompt": question, "completion": answer, "label": False} for answer in wrong)

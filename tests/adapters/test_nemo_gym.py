@@ -28,26 +28,12 @@ assert spec.loader
 gym = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gym)
 PYTHON = os.environ.get("WHET_NEMO_GYM_PYTHON", "")
+TEMPLATE = Path(__file__).parents[1] / "tools.jinja"
 WHY_NOT = "NeMo Gym needs Python 3.12: make an environment with nemo-gym 0.4, and name it by WHET_NEMO_GYM_PYTHON"
 pytestmark = [pytest.mark.skipif(not PYTHON, reason=WHY_NOT), pytest.mark.slow]
 ADD = '<tool_call>{"name": "increment_counter", "arguments": {"count": 2}}</tool_call>'
 GET = '<tool_call>{"name": "get_counter_value", "arguments": {}}</tool_call>'
 WRONG = '<tool_call>{"name": "increment_counter", "arguments": {"count": "two"}}</tool_call>'
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""A chat template that states tools, for the small model's own knows none."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +87,7 @@ def test_a_run_trains_and_evaluates_with_their_agent_and_without(servers, tmp_pa
     }
     document = {
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "export": False},
-        "model": {"path": str(tiny_model_folder), "chat_template": str(tmp_path / "tools.jinja")},
+        "model": {"path": str(tiny_model_folder), "chat_template": str(TEMPLATE)},
         "algorithm": {"use": "grpo", "prompts_per_step": 2, "group_size": 2},
         "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-4}},
         "generator": {"use": "hf"},
@@ -111,7 +97,6 @@ def test_a_run_trains_and_evaluates_with_their_agent_and_without(servers, tmp_pa
         "evaluation": {"every": 2, "environments": [{**environment, "limit": 2}]},
         "cluster": {"workers": "inline"},
     }
-    (tmp_path / "tools.jinja").write_text(TEMPLATE)
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
     assert run(tmp_path / "it.yaml").finished
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

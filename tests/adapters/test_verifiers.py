@@ -19,22 +19,7 @@ assert spec.loader
 found = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(found)
 PYTHON = found.interpreter()
-TOOLS = """
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | list | join(", ") }})
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""A chat template that states tools, for the small model's own knows none."""
+TEMPLATE = Path(__file__).parents[1] / "tools.jinja"
 pytestmark = [pytest.mark.skipif(PYTHON is None, reason=found.WHY_NOT), pytest.mark.slow]
 
 
@@ -50,7 +35,7 @@ def test_a_taskset_is_trained_on_and_evaluated(tmp_path, tiny_model_folder, task
     }  # fmt: skip
     document = {
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "export": False},
-        "model": {"path": str(tiny_model_folder), "chat_template": str(tmp_path / "tools.jinja")},
+        "model": {"path": str(tiny_model_folder), "chat_template": str(TEMPLATE)},
         "algorithm": {"use": "grpo", "prompts_per_step": 2, "group_size": 2},
         "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-4}},
         "generator": {"use": "hf"},
@@ -59,7 +44,6 @@ def test_a_taskset_is_trained_on_and_evaluated(tmp_path, tiny_model_folder, task
         "evaluation": {"every": 2, "environments": [{**environment, "limit": 2}]},
         "cluster": {"workers": "inline"},
     }
-    (tmp_path / "tools.jinja").write_text(TOOLS)
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
     assert run(tmp_path / "it.yaml").finished
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

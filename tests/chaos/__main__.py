@@ -59,7 +59,7 @@ class Chaos:
         self.before = survivors(frozenset())
 
     def subject(self, name: str, layout: str, staleness: int) -> Subject:
-        """Give a run that has not begun."""
+        """Return a run that has not begun."""
         return Subject(self.folder / name, self.model, layout, staleness, self.args.launcher, self.args.backend)
 
     def kinds(self) -> list[tuple[str, int]]:
@@ -68,7 +68,7 @@ class Chaos:
         return [(layout, staleness) for layout, staleness in chosen if layout != "shared" or not staleness]
 
     def reference(self, layout: str, staleness: int) -> tuple[Path, dict[str, float]]:
-        """Give the folder of an undisturbed run, and the usual seconds of its phases."""
+        """Return the folder of an undisturbed run, and the usual seconds of its phases."""
         if (layout, staleness) not in self.undisturbed:
             subject = self.subject(f"undisturbed-{layout}-{staleness}", layout, staleness)
             attempt = RunAttempt(subject)

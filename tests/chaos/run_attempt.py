@@ -92,7 +92,7 @@ class Subject:
         return path
 
     def roles_beside(self, process: str) -> tuple[tuple[str, ...], int]:
-        """Give the roles that live in a worker process, which is named ROLE-RANK, and its rank."""
+        """Return the roles that live in a worker process, which is named ROLE-RANK, and its rank."""
         role, _, rank = process.rpartition("-")
         together = self.layout == "shared" and self.staleness == 0
         return (("backend", "generator") if together else (role,)), int(rank)

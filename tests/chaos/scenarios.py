@@ -187,7 +187,7 @@ def taken_ports(subject: Subject, undisturbed: Path) -> list[str]:
 
 
 def chosen_port_is_taken(subject: Subject, undisturbed: Path) -> list[str]:
-    """Of the launcher `ray`: somebody listens on the port that Ray was told to take."""
+    """With the launcher `ray`, another program listens on the port that Ray was told to take."""
     if subject.launcher != "ray":
         return skipped("no port is chosen")
     with listening(0) as (port,):
@@ -197,7 +197,7 @@ def chosen_port_is_taken(subject: Subject, undisturbed: Path) -> list[str]:
 
 
 def stranger_at_the_address(subject: Subject, undisturbed: Path) -> list[str]:
-    """Of the launcher `ray`: at the address of the cluster to join somebody listens who says nothing."""
+    """With the launcher `ray`, a silent program listens at the address of the cluster to join."""
     if subject.launcher != "ray":
         return skipped("there is no address")
     with listening(0) as (port,):
@@ -223,7 +223,7 @@ def no_port_is_left(subject: Subject, undisturbed: Path) -> list[str]:
 
 
 def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
-    """Of the launcher `ray`: the node of the generator is killed; the run goes on where there is room."""
+    """With the launcher `ray`, the node of the generator is killed; the run goes on where there is room."""
     if subject.launcher != "ray":
         return skipped("there are no nodes")
     from ray.cluster_utils import Cluster
@@ -256,7 +256,7 @@ def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
 
 
 def ray_loses_its_head(subject: Subject, undisturbed: Path) -> list[str]:
-    """Of the launcher `ray`: the process that keeps Ray's records is gone; the run goes on with a Ray of its own."""
+    """With the launcher `ray`, the process that keeps Ray's records is killed; the run starts a Ray of its own."""
     if subject.launcher != "ray":
         return skipped("it is not used")
     attempt = RunAttempt(subject)
@@ -359,7 +359,7 @@ def resumes(subject: Subject, undisturbed: Path) -> list[str]:
 
 
 def skipped(why: str) -> list[str]:
-    """Say that there is nothing to be found here."""
+    """Return that there is nothing to be found here."""
     print(f"     (left out: {why})")
     return []
 
@@ -376,7 +376,7 @@ def listening(*ports: int) -> Iterator[list[int]]:
 
 
 def _raylet(pid: int) -> int:
-    """Give the process id of the raylet of a worker's node."""
+    """Return the process id of the raylet of a worker's node."""
     variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)
     return int(variables["RAY_RAYLET_PID"])
 
@@ -388,7 +388,7 @@ def _all() -> list[Victim]:
 
 @contextmanager
 def looked() -> Iterator[list[Victim]]:
-    """Give the processes of runs that are there."""
+    """Return the processes of runs that are there."""
     found = list(victims())
     try:
         yield found

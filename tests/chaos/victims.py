@@ -41,12 +41,12 @@ class Victim:
         return True
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Release the descriptor."""
         os.close(self.descriptor)
 
 
 def named(process: Process) -> str:
-    """Give the name of what a process is; empty for what belongs to no run."""
+    """Return the role or the part that a process is. Empty: it belongs to no run."""
     for pattern, name in KINDS:
         if found := pattern.search(process.command):
             return name.format(*found.groups())

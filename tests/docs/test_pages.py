@@ -69,7 +69,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def pages() -> list[object]:
-    """Give every page with blocks; those that run something are slow."""
+    """Return every page with blocks; those that run something are slow."""
     found = {page: blocks(page) for page in PAGES}
     return [
         pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] if runs(inside) else [])

@@ -95,7 +95,7 @@ def until(seen: Callable[[], bool], what: str) -> None:
 
 
 def scheduler() -> int:
-    """Give the process of the engine's scheduler; 0 where there is none."""
+    """Return the process of the engine's scheduler; 0 where there is none."""
     return next((p.pid for p in descendants() if "sglang::scheduler" in p.command), 0)
 
 

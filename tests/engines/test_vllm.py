@@ -31,19 +31,6 @@ pytestmark = [
 
 GENERATOR = {"use": "vllm", "cache_gib": 0.125}
 TESTS = Path(__file__).parents[1]
-TOOLS = """
-{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""A chat template that states tools, for the small model's own knows none."""
 
 
 @pytest.fixture(scope="module")
@@ -139,16 +126,15 @@ def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
 
 
-def test_a_served_model_that_knows_nothing_of_tools_is_held_to_a_forced_call(tmp_path, model):
+def test_a_served_model_that_knows_nothing_of_tools_is_held_to_a_forced_call(model):
     openai = pytest.importorskip("openai")
     serving = pytest.importorskip("whet_endpoint.serve").serving
-    (tmp_path / "tools.jinja").write_text(TOOLS)
     parameters = {"type": "object", "properties": {"to": {"enum": ["north", "south"]}}, "required": ["to"]}
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("walk", "swim")]
     forced = {"type": "function", "function": {"name": "swim"}}
     overrides = (
         "generator.cache_gib=0.125",
-        f"model.chat_template={tmp_path / 'tools.jinja'}",
+        f"model.chat_template={TESTS / 'tools.jinja'}",
         "rollout.max_tokens=200",
     )
     with serving(str(model), "vllm", overrides) as served, openai.OpenAI(
@@ -204,7 +190,7 @@ def until(seen: Callable[[], bool], what: str) -> None:
 
 
 def engine() -> int:
-    """Give the process of the engine's core; 0 where there is none."""
+    """Return the process of the engine's core; 0 where there is none."""
     return next((p.pid for p in descendants() if "EngineCore" in p.command), 0)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from whet_testing.forking import Programs
 
@@ -45,21 +44,6 @@ def command(site: Path, tmp_path: Path, programs: Programs) -> Any:
         )  # fmt: skip
 
     return run
-
-
-@pytest.fixture
-def config(offers: Any, tmp_path: Path) -> Path:
-    """A config that can be planned: components of `offers`, and a model folder without weights."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    document = {
-        "run": {"folder": "runs/it", "steps": 1}, "model": {"path": str(tmp_path / "model")}, "algorithm": "loop",
-        "backend": "trainer", "loggers": ["screen"], "data": {"train": [{"path": "data.jsonl"}]},
-    }  # fmt: skip
-    path = tmp_path / "it.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
 
 
 @pytest.fixture

@@ -49,6 +49,15 @@ def test_a_distribution_without_a_summary_is_named_in_the_list_of_commands(comma
     assert "  shine  Offered by whet-shine.\n" in command("--help").stdout
 
 
+def test_the_list_of_commands_shows_the_first_sentence_of_a_docstring_without_an_import(
+    command: Any, install_command: Any
+) -> None:
+    described = 'def shine(word):\n    """Make WORD shine. It takes a while."""\n'
+    source = f"{SHINE.replace('def shine(word):', described.rstrip())}\nraise SystemExit('it is imported')\n"
+    install_command("whet-shine", "shine", source, summary="Polish.")
+    assert "  shine  Make WORD shine.\n" in command("--help").stdout
+
+
 def test_a_command_of_two_distributions_is_refused_with_both_names(command: Any, install_command: Any) -> None:
     install_command("whet-shine", "shine", SHINE)
     install_command("whet-again", "shine", SHINE)

@@ -202,7 +202,7 @@ def test_the_interval_of_a_share_holds_the_truth_as_often_as_it_says(tasks, samp
 
 
 def test_where_nearly_everything_passes_the_interval_still_holds_the_truth():
-    """Of 20 tasks of which 1 in 31 fails. Student's interval has no width where all pass, and is often beside it."""
+    """A task fails with probability 1 / 31. Student's interval has no width where all 20 pass, so it often misses."""
     assert coverage(20, 1, 30, 1) > 0.93
     assert coverage(20, 1, 30, 1, share=False) < 0.6
 

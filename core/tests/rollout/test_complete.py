@@ -115,7 +115,7 @@ def test_a_generator_that_cuts_short_at_the_limit_is_not_asked_for_nothing() -> 
 
 
 def test_the_first_record_of_a_token_counts_over_several_turns() -> None:
-    """Of a turn, its last token is recorded by the turn after, whose input it is."""
+    """The last token of a turn is recorded by the next turn, because it is an input of that turn."""
 
     def turn(prompt: int, tokens: int, number: int) -> tuple[int, Completion]:
         column = np.full((prompt + tokens, 1), number, np.int16)

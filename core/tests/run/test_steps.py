@@ -134,7 +134,7 @@ def test_the_seed_of_a_step_depends_on_run_seed_and_number_alone(tmp_path):
 
 @pytest.fixture
 def hangups():
-    """Let this process hear of closed terminals, also under nohup."""
+    """Receive SIGHUP in this process, also under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -15,16 +15,16 @@ class RudeWorker:
         self._descriptor = int(sys.orig_argv[sys.orig_argv.index("whet.runtime.worker_process") + 1])
 
     def pid(self) -> int:
-        """Give that of its process."""
+        """Return the id of this process."""
         return os.getpid()
 
     def hang_up(self) -> None:
-        """Say nothing any more, and live on."""
+        """Close the connection, and live on."""
         with socket.socket(fileno=os.dup(self._descriptor)) as connection:
             connection.shutdown(socket.SHUT_WR)
         time.sleep(1000.0)
 
     def babble(self) -> None:
-        """Say what nobody understands, and live on."""
+        """Send bytes that are no message, and live on."""
         os.write(self._descriptor, b"lorem ipsum dolor sit amet")
         time.sleep(1000.0)

@@ -53,7 +53,7 @@ def pids(workers: ConnectedWorkers) -> list[int]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Give a function that writes a module which workers can import."""
+    """Return a function that writes a module which workers can import."""
     folder = tmp_path / "modules"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))

@@ -52,7 +52,7 @@ def errors(heard: list[Heard]) -> dict[int, Exception]:
 
 
 def said(workers: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note what is heard of streams and calls from now on."""
+    """Record what arrives of streams and calls from now on."""
     heard: list[str] = []
     for connection in workers._connections:
         line = connection._line

@@ -6,15 +6,18 @@
 A command that takes the folder of a run stands in the group `whet.after_run` too: a finished run recommends it, with
 the summary of the distribution.
 
-A command is imported when it is used. `whet --help` imports none: beside a distribution's command stands the summary of
-the distribution, so that a distribution with a command describes itself by what its command does. A click command made
-with `cls=whet.cli.command.Command` reports errors as core's own do.
+A command is imported when it is used. `whet --help` imports none: it reads the docstring of the command's function from
+the source. Without a docstring, it shows the summary of the distribution. A click command made with
+`cls=whet.cli.command.Command` reports errors as core's own do.
 """
 
+import ast
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +42,22 @@ class Offer(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The line on the distribution."""
+        """Return the line on the distribution."""
         return self.distribution.metadata["Summary"] or f"Offered by {self.owner}."
+
+    @property
+    def short_help(self) -> str:
+        """Return the first sentence of the docstring of the command, or else the line on the distribution."""
+        module, _, name = self.entry.value.partition(":")
+        top, *rest = module.split(".")
+        with suppress(Exception):  # without source, or without such a function in it
+            spec = find_spec(top)
+            place = Path(spec.origin if spec and spec.origin else "")
+            place = place.parent.joinpath(*rest).with_suffix(".py") if rest else place
+            for node in ast.parse(place.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name == name and (text := ast.get_docstring(node)):
+                    return click.Command(name, help=text).get_short_help_str(len(text))
+        return self.about
 
 
 class Commands(Utf8, click.Group):
@@ -48,7 +65,7 @@ class Commands(Utf8, click.Group):
 
     @functools.cached_property
     def offers(self) -> Mapping[str, Sequence[Offer]]:
-        """The commands of installed distributions by name."""
+        """Return the commands of installed distributions by name."""
         found: dict[str, list[Offer]] = {}
         for offer in sorted(installed(), key=lambda offer: offer.owner):
             found.setdefault(offer.entry.name, []).append(offer)
@@ -77,7 +94,7 @@ class Commands(Utf8, click.Group):
         names = self.list_commands(ctx)
         limit = formatter.width - 6 - max(map(len, names))
         own = {name: command.get_short_help_str(limit) for name, command in self.commands.items()}
-        lines = {name: self.contested(name) or own.get(name) or self.offers[name][0].about for name in names}
+        lines = {name: self.contested(name) or own.get(name) or self.offers[name][0].short_help for name in names}
         with formatter.section("Commands"):
             formatter.write_dl(list(lines.items()))
 

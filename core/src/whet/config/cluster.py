@@ -50,7 +50,7 @@ class DeadlinesSection:
     episode: float = field(default=3600.0, validator=above(0, SECONDS))
     """One episode with all its turns."""
     heartbeat: float = field(default=120.0, validator=[_heartbeat, between(0, SECONDS)])
-    """A worker process that is silent for this long counts as hung, whatever it is doing; 0: no limit. Code that holds
+    """A worker process that is silent for this long counts as hung, even if it computes; 0: no limit. Code that holds
     Python's interpreter lock for longer is silent too."""
     notice: float = field(default=60.0, validator=between(0, SECONDS))
     """A wait of this length that is also twice as long as the longest of its kind so far is reported: who waits for

@@ -230,7 +230,7 @@ class _Structurer:
     def _refuse_unknown(
         self, value: Mapping[Any, Any], fields: "Mapping[str, attrs.Attribute[Any]]", at: _At, also: Sequence[str]
     ) -> set[str]:
-        """Refuse unknown and old keys. Return the missing keys, without those that a refused one stands for."""
+        """Refuse unknown and old keys. Return the missing keys, except keys for which a refused key was written."""
         missing = {key for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
         known, renamed = [*fields, *also], renamed_keys(list(fields.values()))
         for key in value:

@@ -1,1 +1,1 @@
-"""Messages, chat templates, the ragged batch, and readers of data files."""
+"""Messages, the ragged batch, metrics, derived randomness, and files."""

@@ -30,12 +30,12 @@ class RecordedSequence(Protocol):
 
     @property
     def messages(self) -> Conversation:
-        """The conversation so far."""
+        """Return the conversation so far."""
         ...
 
     @property
     def turns(self) -> int:
-        """Number of responses of the model in this sequence."""
+        """Return the number of responses of the model in this sequence."""
         ...
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
@@ -76,7 +76,7 @@ class RunFiles(Protocol):
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """Return the run folder."""
         ...
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:

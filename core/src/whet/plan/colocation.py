@@ -1,4 +1,4 @@
-"""Which roles take turns in memory: pure, from the table of roles. `whet.run.colocation` does it in a run."""
+"""Decides from the table of roles which roles take turns in memory. `whet.run.colocation` takes the turns."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +14,8 @@ def find_turns(
 ) -> tuple[tuple[tuple[str, ...], ...], list[str], list[Problem]]:
     """Return the roles that take turns, in training and in generation, with notes and problems.
 
-    The arguments are `cluster.offload`, `rollout.max_staleness` and `endpoint.serve`. What prevents turns is a problem
-    where `offload` is `always`, else a note.
+    The arguments are `cluster.offload`, `rollout.max_staleness` and `endpoint.serve`. A reason against turns is a
+    problem if `offload` is `always`, else a note.
     """
     always, generates = offload == "always", "generator" in roles.names
     if offload == "never" or (not always and (max_staleness or not generates)):

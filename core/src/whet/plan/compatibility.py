@@ -34,7 +34,9 @@ DEFAULT_SPLIT = {"environments": "train", "evaluation.environments": "test"}
 def config_problems(
     config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
 ) -> Iterator[Problem]:
-    """Find everything in a config that does not go together. `models` are those of roles with their own."""
+    """Find everything in a config that does not go together. `models` are the models of roles that have one of their
+    own.
+    """
     name, evaluation = config.algorithm.name, config.evaluation
     yield from _inputs(name, config.environments, config.data, roles, feeds_on)
     if evaluation.environments and config.generator is None:

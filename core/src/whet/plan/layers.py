@@ -57,7 +57,7 @@ def stages(layers: Iterable[Layer]) -> Iterator[tuple[Layer, dict[str, Any]]]:
 
 
 def laid_over(document: dict[str, Any], layer: Layer) -> dict[str, Any]:
-    """Lay a layer over a document. Raises `ConfigError` for an override of what the document does not have."""
+    """Return a document with a layer over it. Raises `ConfigError` for an override of an item that does not exist."""
     value = layer.document.value
     changed = _replaced(document, layer.under, value, "") if layer.under else merged(document, value)
     assert isinstance(changed, dict)
@@ -65,7 +65,7 @@ def laid_over(document: dict[str, Any], layer: Layer) -> dict[str, Any]:
 
 
 def merged(base: Any, top: Any) -> Any:
-    """Lay `top` over `base`: mappings key by key, everything else whole; another component starts afresh."""
+    """Return `base` with `top` over it: mappings key by key, all else whole. Another component replaces all keys."""
     if isinstance(base, str) and isinstance(top, dict):
         base = {"use": base}  # `loss: NAME` extended by `loss: {KEY: VALUE}`
     if not isinstance(base, dict) or not isinstance(top, dict):
@@ -88,7 +88,9 @@ def read_override(override: str) -> Layer:
 
 
 def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    """Copy `container` with the value under `keys`; `path` leads to it. Unknown keys are left to the structuring."""
+    """Return a copy of `container`, which stands at `path`, with the value under `keys`. Structuring checks unknown
+    keys.
+    """
     if not keys:
         return value
     key, here = keys[0], f"{path}.{path_segment(keys[0])}".removeprefix(".")
@@ -122,7 +124,7 @@ def _called(items: Sequence[Any]) -> str:
 
 
 def origins_of(path: KeyPath, history: Sequence[tuple[Layer, dict[str, Any]]]) -> list[Origin]:
-    """Return the layers that set a path, the weakest first, without those whose component another one replaced."""
+    """Return the layers that set a path, the weakest first. A layer whose component was replaced is left out."""
     found: list[Origin] = []
     for layer, document in history:
         if _at(document, path) is _MISSING:
@@ -136,7 +138,7 @@ def origins_of(path: KeyPath, history: Sequence[tuple[Layer, dict[str, Any]]]) -
 
 
 def _given(layer: Layer, path: KeyPath) -> Any:
-    """Find what a layer itself says of a path."""
+    """Return the value that a layer itself has at a path."""
     shared = min(len(layer.under), len(path))
     if layer.under[:shared] != path[:shared] or len(path) < len(layer.under):
         return _MISSING

@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def nodes(self) -> "tuple[Machine, ...]":
-        """All machines, this one first."""
+        """Return all machines, this one first."""
         return (self, *self.others)
 
 
@@ -99,7 +99,7 @@ def gpus_of(device: str) -> list[int]:
 
 
 def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
-    """Number the GPUs of ranks one after the other, `each` to a rank; ranks beyond share them."""
+    """Return the GPUs of each rank, `each` to a rank, in order. If there are too few, further ranks share them."""
     places = [first + rank * each % max(1, gpus - gpus % each) for rank in range(ranks)]
     return tuple("cuda:" + ",".join(str(place + i) for i in range(each)) if gpus else "cpu" for place in places)
 

@@ -1,4 +1,5 @@
-"""From a config and the facts of its components to a plan: pure, printable, and refusing whatever it can know.
+"""From a config and the facts of its components to a plan: pure and printable. Everything that can be known here is
+refused here.
 
 Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
 """
@@ -87,7 +88,8 @@ class Plan:
 
 
 def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInfo] | None = None) -> dict[str, Facts]:
-    """Return the facts of every chosen component, by path into the config. `models` are those of roles with their own.
+    """Return the facts of every chosen component, by path into the config. `models` are the models of roles that have
+    one of their own.
 
     They include whether the environments of an evaluation state answers.
     """
@@ -112,7 +114,8 @@ def make_plan(
     config: Config, model: ModelInfo, roles: Roles, machine: Machine, models: Mapping[str, ModelInfo] | None = None,
     trains: bool = True,
 ) -> tuple[Plan | None, list[Problem]]:  # fmt: skip
-    """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own.
+    """Decide where everything runs. With problems there is no plan. `models` are the models of roles that have one of
+    their own.
 
     Unless it `trains`, no weights travel.
     """

@@ -56,7 +56,7 @@ class Prepared:
 
     @property
     def config(self) -> "Config":
-        """The structured config."""
+        """Return the structured config."""
         return self.loaded.config
 
     def refuse_elsewhere(self, *only: str) -> None:
@@ -272,7 +272,7 @@ def _not_here(cluster: "ClusterSection", roles: Roles) -> Iterator[str]:
 def look_at_data(
     section: "DataSection | None", fields: Sequence[Sequence[str]] = (), names: Mapping[str, str] | None = None
 ) -> tuple[list[Problem], list[str]]:
-    """Look at the data files of a config, and at their first records; what is on the hub is left to the run.
+    """Check the data files of a config, and their first records. Data sets on the hub are not read before the run.
 
     Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`;
     `names`: see `field_names`.
@@ -303,6 +303,6 @@ def encode_of(algorithm: Selection, facts: AlgorithmFacts, model: ModelInfo) -> 
 
 
 def machine() -> Machine:
-    """Look at this machine without torch. A container's share of cores and memory counts, not what is around it."""
+    """Return this machine, without torch. In a container, the cores and the memory of the container count."""
     gpus = gpu_count()
     return Machine(usable_cores(), gpus, total_memory(), gpu_memory(gpus))

@@ -132,7 +132,7 @@ def _spread_out(
 
 
 def _bundles(cluster: ClusterSection, sharing: Sequence[RolePlan]) -> list[_Bundle]:
-    """Return what must be on one machine together: a process, or all processes that share GPUs."""
+    """Return the bundles that must be on one machine each: a process, or all processes that share GPUs."""
     living = [
         ((role, rank), ((role.processes, rank), *gpus_of(device)))
         for role in sharing for rank, device in enumerate(role.devices)
@@ -141,7 +141,7 @@ def _bundles(cluster: ClusterSection, sharing: Sequence[RolePlan]) -> list[_Bund
 
 
 def _bundle(cluster: ClusterSection, ranks: Sequence[_Rank]) -> _Bundle:
-    """Add up what the ranks of a role take; the largest counts, for roles that share take turns."""
+    """Return the sum of what the ranks of a role take. Of roles that share, the largest counts: they take turns."""
     count = Counter(role.role for role, _ in ranks)
     resources: dict[str, float] = {}
     for name, number in count.items():
@@ -152,7 +152,9 @@ def _bundle(cluster: ClusterSection, ranks: Sequence[_Rank]) -> _Bundle:
 
 
 def _choose(free: Sequence[_Free], bundle: _Bundle, group: str, placement: str) -> int:
-    """Return the machine of a process: one that has the fewest of its group to spread, else the most."""
+    """Return the machine of a process: to spread, the one with the fewest processes of its group, else with the
+    most.
+    """
     sign = 1 if placement == "spread" else -1
 
     def order(node: int) -> tuple[float, ...]:

@@ -42,7 +42,7 @@ class InstalledEndpoints:
         self, section: EndpointSection | None = None, registry: Registry | None = None,
         extras: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        """`extras` are those of the generator's facts."""
+        """`extras` are the optional parts of requests in the generator's facts."""
         self._section, self._registry, self._extras = section or EndpointSection(), registry, extras
         self._endpoints: Endpoints | None = None
 

@@ -29,7 +29,7 @@ class Route:
     group_size: int = 0
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: Callable[[Sampling], Sampling] = lambda usual: usual
-    """Returns the sampling of this environment, from that of all environments."""
+    """Returns the sampling of this environment, from the sampling of all environments."""
     samples: int = 1
     """For evaluation: number of episodes for each task."""
     limit: int = 0

@@ -163,7 +163,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
 def _stream(
     prepared: Prepared, attempt: Attempt, begun: Begun, models: Models, endpoints: InstalledEndpoints
 ) -> "RolloutStream | None":
-    """Return the rollouts of training, at the position of the checkpoint; None: the run is fed by data files."""
+    """Return the rollouts of training, at the position of the checkpoint. None: the run trains on data files."""
     from whet.rollout.stream import RolloutStream
 
     config, roles = prepared.config, prepared.roles

@@ -121,7 +121,7 @@ def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
 
 
 def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
-    """Return that the metric is not among those of a step that is saved. Empty: it is, or the step is not evaluated."""
+    """Return a warning that a saved step does not have the metric. Empty: it is, or the step is not evaluated."""
     family = best.metric.partition("/")[0] + "/"
     evaluated = family not in ("evaluation/", "validation/") or any(name.startswith(family) for name in metrics)
     if best.metric in metrics or not evaluated:

@@ -55,7 +55,7 @@ def run(
 ) -> Outcome:
     """Run a config from beginning, or from its last checkpoint, to the end.
 
-    `began`: when it was asked for, in seconds since the epoch; the time to the first step counts from there.
+    `began`: the start of the command, in seconds since the epoch. The time to the first step counts from there.
     """
     with Interrupts().listening() as interrupts:
         prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
@@ -68,7 +68,7 @@ def run(
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
-    """Return the steps of a run of which nothing is left to do; None of any other. Nothing is started.
+    """Return the steps of a run that is finished. None: something is left to do. Nothing is started.
 
     Where its last run attempt was killed at the very end, the journal is closed. Raises `CheckpointError` where the
     folder holds another run.
@@ -135,7 +135,7 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
 
 
 def _exported(folder: RunFolder) -> bool:
-    """Whether the model was written whole after the last step."""
+    """Return whether the model was written whole after the last step."""
     return (folder.path / "model").is_dir() and _told(folder, "step", "exported") == "exported"
 
 
@@ -200,7 +200,7 @@ class _OpenRun:
 
     @contextmanager
     def attempt(self) -> Iterator[Parts]:
-        """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
+        """Build all parts, and close them at the end. The attempt begins after the last checkpoint."""
         with closing_all([self.folder.settle]) as closers:
             self.interrupts.moment = "start-up"
             attempt = Attempt(self.folder, self.observers, closers, self.recovery, self.interrupts, again=self.built)

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a run outside its steps, and the words that acknowledge a signal at once.
+"""Handles Ctrl-C outside the steps of a run, and acknowledges each signal at once.
 
 moment      first Ctrl-C                                  Ctrl-C again
 start-up    the run ends; what was started is closed      the process ends; the watchdog kills the workers
@@ -36,7 +36,7 @@ class Interrupts:
     moment: Moment = "start-up"
     """Set by the run as it goes on."""
     pressed: bool = False
-    """Whether Ctrl-C was pressed before, and the run has yet to end."""
+    """Whether Ctrl-C was pressed, and the run has not ended yet."""
     abandon: bool = field(default=False, init=False)
     """Whether the user knows that the next Ctrl-C does not wait for workers to close."""
 
@@ -48,7 +48,7 @@ class Interrupts:
 
     @contextmanager
     def then_closing(self) -> Iterator[None]:
-        """Mark what comes after the block as closing, however the block ends."""
+        """Mark the run as closing after the block, even if the block raises."""
         try:
             yield
         finally:

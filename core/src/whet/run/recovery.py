@@ -36,7 +36,7 @@ class Replicas:
 
 
 class Budget:
-    """Restarts that are left. Steps that the run never finished before give them back, one for each `refill`."""
+    """The restarts that are left. Each `refill` steps that were never finished before add one."""
 
     def __init__(self, size: int, refill: int) -> None:
         self._size, self._refill = size, refill
@@ -44,7 +44,7 @@ class Budget:
         """The furthest step at the time of each restart."""
 
     def spend(self, furthest: int) -> int | None:
-        """Take one, and return how many are left; None where there was none."""
+        """Take one restart, and return how many are left. None: there was none."""
         if self._refill:
             self._spent = [step for step in self._spent if furthest - step < self._refill]
         if len(self._spent) >= self._size:
@@ -66,7 +66,7 @@ class Recovery:
         """See `whet.interfaces.workers.Replacing`."""
 
     def finished(self, step: int) -> None:
-        """Take a finished step into account: it may refill the budgets."""
+        """Record a finished step, which may refill the budgets."""
         self._furthest = max(self._furthest, step)
 
     def grant(self, error: WorkerLost) -> bool:

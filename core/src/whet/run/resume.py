@@ -117,7 +117,7 @@ def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
 
 
 def refuse_another(found: str, before: Any, fingerprint: Mapping[str, Any], config: "Config") -> None:
-    """Raise `CheckpointError` where a fingerprint differs from that of a run or checkpoint of before.
+    """Raise `CheckpointError` if a fingerprint differs from the fingerprint of an earlier run or checkpoint.
 
     Keys that were renamed since then, and those of `run.allow_changed`, do not differ.
     """

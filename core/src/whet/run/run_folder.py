@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +40,7 @@ class RunFolder:
     """Writes and reads the files of one run. Creating it touches nothing; `claim` does."""
 
     def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
-        """`private_records`: only this user may read what the model said, see `PRIVATE`; else who the umask lets."""
+        """`private_records`: only this user may read the files in `PRIVATE`; else the umask decides."""
         self.path = Path(path)
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.scratch = self.path / "scratch"
@@ -210,7 +211,9 @@ def _is_kept(row: Mapping[str, Any], step: float) -> bool:
 
 @contextmanager
 def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
-    """Call what is in the list at the end, last first. The error inside comes through, else the first of a closer."""
+    """Call the functions in the list at the end, last first. Raises the error of the block, else the first of a
+    closer.
+    """
     first: BaseException | None = None
     try:
         yield closers
@@ -224,3 +227,17 @@ def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[],
                 first = error
     if first is not None:
         raise first
+
+
+@contextmanager
+def temporary_run_folder(job: str) -> Iterator[RunFolder]:
+    """Make a run folder for a job alone. After an error, the logs of its workers stay, because the error names them."""
+    folder, keeps = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-")), False
+    try:
+        folder.scratch.mkdir()
+        yield folder
+    except Exception:
+        keeps = any(log.stat().st_size for log in folder.logs.glob("*.log"))
+        raise
+    finally:
+        shutil.rmtree(folder.scratch if keeps else folder.path, ignore_errors=True)

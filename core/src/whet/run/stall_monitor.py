@@ -1,4 +1,5 @@
-"""Reports long waits of the driver: a line on stderr with who waits for whom, and stacks in `logs/waits.log`.
+"""Reports long waits of the driver: a line on stderr that names the waiting role and the role it waits for, and stacks
+in `logs/waits.log`.
 
 rollout.take since 63 s: generator-1 generate since 62 s (its process computes decode since 61 s, heard of 1 s ago)
 
@@ -30,7 +31,7 @@ DEEPEST_STACK = 12
 
 
 class StallMonitor:
-    """One thread that looks now and then, while it is open."""
+    """A thread that looks for long waits at intervals."""
 
     def __init__(self, spans: Spans, log: Path, notice_seconds: float, cluster: "Cluster | None" = None) -> None:
         """`notice_seconds` 0: nothing is reported. `cluster`: the workers, if they are processes."""

@@ -164,7 +164,7 @@ class ConnectedWorkers:
 
     @property
     def processes(self) -> list[HostProcess]:
-        """The process of each rank."""
+        """Return the process of each rank."""
         return [connection.process for connection in self._connections]
 
     def build(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -174,7 +174,7 @@ class ConnectedWorkers:
 
     @property
     def alone(self) -> bool:
-        """Whether no other role has workers in these processes, so that one process can be restarted."""
+        """Return whether no other role has workers in these processes, so that one process can be restarted."""
         return all(connection.slots <= {self._slot} for connection in self._connections)
 
     def restart(self, rank: int) -> None:

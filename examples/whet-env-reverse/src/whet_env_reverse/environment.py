@@ -26,12 +26,12 @@ def task(seed: int, position: int, letters: int) -> Task:
 
 
 def correct(answer: str, data: Mapping[str, Any]) -> float:
-    """Give 1 for the word alone, else 0."""
+    """Return 1 for the word alone, else 0."""
     return float(answer.strip() == data["answer"])
 
 
 def in_place(answer: str, data: Mapping[str, Any]) -> float:
-    """Give the share of letters that are in place, 0 for an answer of another length."""
+    """Return the share of letters that are in place, 0 for an answer of another length."""
     wanted, given = data["answer"], answer.strip()
     if len(given) != len(wanted):
         return 0.0

@@ -42,7 +42,7 @@ class Case:
         return {"tokens": np.arange(len(mask)), "loss_mask": mask}
 
     def of(self, logprobs: Any, unit: int, chosen: bool) -> Any:
-        """Give the logprobs of the tokens to learn of one response."""
+        """Return the logprobs of the tokens to learn of one response."""
         at = self.order.index((unit, chosen))
         ends = np.cumsum(self.batch["lengths"])
         part = slice(ends[at] - self.batch["lengths"][at], ends[at])

@@ -36,7 +36,7 @@ def section(registry: Registry, terms: list[Any], algorithm: type = DpoConfig) -
 
 
 def result(registry: Registry, document: Any, seed: int = 0) -> Any:
-    """Give value, gradient and metrics of a loss, built as a worker builds it."""
+    """Return value, gradient and metrics of a loss, built as a worker builds it."""
     loss = build(to_spec(structure({"loss": document}, DpoConfig, registry).loss))
     batch = random_batch(seed, columns=("chosen", "reference_logprobs"), unit_size=2)
     torched = batch.map(torch.from_numpy)

@@ -77,7 +77,7 @@ def log_loss(apart: Any, smoothing: float = 0.0) -> Any:
 
 
 def kept() -> tuple[Any, Any]:
-    """Give the sequences of pairs with a token to learn, chosen and rejected."""
+    """Return the sequences of pairs with a token to learn, chosen and rejected."""
     alive = [2 * unit for unit, pair in enumerate(LENGTHS) if sum(pair)]
     return np.array(alive), np.array(alive) + 1
 

@@ -8,7 +8,7 @@ from whet_grpo.config import GdpoConfig, GroupMeanConfig, ReinforcePlusPlusConfi
 
 
 def batch(rewards: list[float], group: list[int], sizes: list[int] | None = None, **columns: object) -> Batch:
-    """Give responses with so many trained tokens after a prompt of one; by default of one each."""
+    """Return responses with so many trained tokens after a prompt of one; by default of one each."""
     sizes = sizes or [1] * len(rewards)
     rows = [{"tokens": range(n + 1), "loss_mask": np.arange(n + 1) > 0} for n in sizes]
     made = from_sequences(rows, prompt_lengths=[1] * len(rows), group=group)

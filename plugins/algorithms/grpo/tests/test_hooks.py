@@ -15,7 +15,7 @@ LOSS = {"use": "clipped-pg"}
 
 @pytest.fixture
 def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
-    """Give a function that checks a run of GRPO with these keys, and gives its problems."""
+    """Return a function that checks a run of GRPO with these keys, and returns its problems."""
 
     def check(backend: dict[str, Any] | None = None, **algorithm: Any) -> list[str]:
         document = {

@@ -37,7 +37,7 @@ def inputs() -> Batch:
 
 
 def objective(loss: Any, batch: Batch) -> tuple[float, Any]:
-    """Give the objective, and its gradient at the first token of the first response and of the fourth."""
+    """Return the objective, and its gradient at the first token of the first response and of the fourth."""
     torched = batch.map(lambda column: torch.from_numpy(np.array(column)))
     logprobs = torched["new"].clone().requires_grad_()
     result, counts = loss({"logprobs": logprobs}, torched), loss.counts(torched)

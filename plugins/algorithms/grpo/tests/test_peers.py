@@ -46,7 +46,7 @@ def ragged(padded: Any) -> Any:
 
 
 def penalised(groups: Sequence[int] = GROUPS, weight: float = 0.1) -> Batch:
-    """Give the batch as a penalty in the reward leaves it."""
+    """Return the batch as a penalty in the reward leaves it."""
     made, costs = batch(groups), ragged(-weight * KL).astype(np.float32)
     totals = np.array([(-weight * row[:n]).sum() for row, n in zip(KL, SIZES, strict=True)], np.float32)
     columns = {"token_rewards": costs, "reward": made["reward"] + totals, "reward:kl": totals}
@@ -258,7 +258,7 @@ def loss_of(batch: Batch, config: ClippedPgConfig) -> float:
 
 
 def policy_batch() -> tuple[Batch, np.ndarray]:
-    """Give a batch whose third sequence is masked whole, and the losses of its tokens as padded rows."""
+    """Return a batch whose third sequence is masked whole, and the losses of its tokens as padded rows."""
     rng = np.random.default_rng(3)
     new, old = rng.normal(-1, 0.3, (7, LONGEST)), rng.normal(-1, 0.3, (7, LONGEST))
     advantages = rng.normal(size=7)
@@ -348,7 +348,7 @@ def test_a_penalty_weighed_by_the_ratio_of_its_sequence_is_that_of_trl() -> None
 
 
 def _owned(made: Batch) -> list[Any]:
-    """Give the mask [N] of the trained tokens of each sequence."""
+    """Return the mask [N] of the trained tokens of each sequence."""
     owner = np.repeat(np.arange(made.sequences), made["lengths"])
     return [made["loss_mask"] & (owner == i) for i in range(made.sequences)]
 

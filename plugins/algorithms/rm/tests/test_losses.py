@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def batch() -> tuple[Batch, Any]:
-    """Give sequences in an order that is not that of the pairs, and values that are wrong at all masked places."""
+    """Return sequences in an order that is not that of the pairs, and values that are wrong at all masked places."""
     rows, values = [], []
     for unit, chosen in ORDER:
         length = 2 + unit + chosen

@@ -20,7 +20,7 @@ LOSS = Spec("whet_testing.losses:Weighted")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[[str], Path]:
-    """Give the folder of a model of a family; norms and biases are not at their defaults."""
+    """Return the folder of a model of a family; norms and biases are not at their defaults."""
     made: dict[str, Path] = {}
 
     def folder(name: str = "qwen3") -> Path:
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Ca
 
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder of a random mixture of experts."""
+    """Return the folder of a random mixture of experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """Give the folder of a mixture of experts whose class keeps routers in float32.
+    """Return the folder of a mixture of experts whose class keeps routers in float32.
 
     The router's rows of three experts differ by less than a bfloat16 can hold, and two of them are chosen.
     """
@@ -76,7 +76,7 @@ def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
 
 @pytest.fixture
 def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
-    """Give a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
+    """Return a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
 
     def make(
         family: str = "qwen3",
@@ -95,7 +95,7 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
 
 @pytest.fixture
 def batch() -> Batch:
-    """Give three groups of four samples that share a prompt, with gaps in the loss mask, and a sequence by itself."""
+    """Return three groups of four samples that share a prompt, with gaps in the loss mask, and a sequence by itself."""
     return grouped_batch()
 
 

@@ -23,7 +23,7 @@ def losses(worker, batches):
 
 
 def state(numbers=700):
-    """Give a state as bitsandbytes has it, with a table of 256 codes that are dense near 0."""
+    """Return a state as bitsandbytes has it, with a table of 256 codes that are dense near 0."""
     coarse = torch.linspace(0.01, 1, 65)
     table = torch.cat([-coarse.flip(0)[1:], torch.linspace(-0.009, 0.009, 127), coarse])
     draw, found = torch.Generator().manual_seed(0), {"step": 0}

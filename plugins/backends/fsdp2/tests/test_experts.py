@@ -26,7 +26,7 @@ def model_of(folder, **options):
 
 
 def entering(batch):
-    """Give the tokens of each sequence that enter a forward pass, in padded rows, and the mask of padding."""
+    """Return the tokens of each sequence that enter a forward pass, in padded rows, and the mask of padding."""
     used = used_lengths(batch)
     rows = [row[:n] for row, n in zip(np.split(batch["tokens"], np.cumsum(batch["lengths"])[:-1]), used, strict=True)]
     width = max(used)
@@ -139,7 +139,7 @@ def test_no_number_depends_on_micro_batches_layout_or_order(
 
 
 def _alike(batch):
-    """Give each token the experts of the first token of the batch at its position and with its value."""
+    """Assign to each token the experts of the first token of the batch at its position and with its value."""
     column, position = batch["routed_experts"].copy(), np.concatenate([np.arange(n) for n in batch["lengths"]])
     group = np.repeat(batch["group"], batch["lengths"])
     first = {}
@@ -179,7 +179,7 @@ def test_a_replay_computes_with_the_experts_of_the_sampler(
 
 
 def _forced(folder, batch):
-    """Give a model of `transformers` whose experts are chosen by hand, and its logprobs [N], a sequence at a time."""
+    """Return a model of `transformers` whose experts are chosen by hand, and its logprobs [N], a sequence at a time."""
     model, found, at = model_of(folder), [], 0
     experts = torch.from_numpy(batch["routed_experts"].astype(np.int64)).view(-1, LAYERS, K)
     here = slice(0, 0)

@@ -20,7 +20,7 @@ def _small_buckets(monkeypatch):
 
 
 def stored(worker):
-    """Give the bytes of masters and moments that are in place."""
+    """Return the bytes of masters and moments that are in place."""
     masters = [local for name, local in worker._weights.masters.items() if name in worker._stepper.masters_away]
     return sum(tensor.untyped_storage().nbytes() for tensor in (*masters, *worker._stepper.held()))
 

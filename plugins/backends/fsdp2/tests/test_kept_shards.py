@@ -28,7 +28,7 @@ class Holder:
 
 @pytest.fixture
 def mesh():
-    """Give a mesh of two ranks, of which this process is the first. Its sums leave numbers as they are."""
+    """Return a mesh of two ranks, of which this process is the first. Its sums leave numbers as they are."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ def test_pickled_weights_are_not_read(make_worker, folders, tmp_path):
 
 @pytest.fixture
 def softcapped(tmp_path, tiny_tokenizer):
-    """Give the folder of a model whose attention has soft-capping, which packed rows do not have."""
+    """Return the folder of a model whose attention has soft-capping, which packed rows do not have."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(

@@ -22,7 +22,7 @@ LORA = {"rank": 4, "alpha": 6.0}
 
 
 def wrapped(folder, **config):
-    """Give PEFT's model with a random adapter: neither matrix is zero."""
+    """Return PEFT's model with a random adapter: neither matrix is zero."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -150,13 +150,13 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory, tiny_tokenizer):
-    """Give the folder of a model with 21 matrices in its layers, of which some have an odd number of rows."""
+    """Return the folder of a model with 21 matrices in its layers, of which some have an odd number of rows."""
     return make_model(tmp_path_factory.mktemp("uneven"), tiny_tokenizer, hidden=48, head_dim=24, layers=3, mlp=97)
 
 
 @pytest.fixture
 def build(cluster, uneven, tmp_path):
-    """Give a function that builds a backend on one rank or on two."""
+    """Return a function that builds a backend on one rank or on two."""
     built = []
 
     def make(size, muon=EXACT, **options):

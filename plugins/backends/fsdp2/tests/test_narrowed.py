@@ -13,7 +13,7 @@ LOSSES = {"lm": Spec("whet_testing.losses:Weighted"), "value": Spec("whet_testin
 
 @pytest.fixture
 def answers_alone(batch):
-    """Give the batch with something to learn at the last place of each sequence alone."""
+    """Return the batch with something to learn at the last place of each sequence alone."""
     mask = np.zeros(batch.tokens, bool)
     mask[batch["lengths"].cumsum() - 1] = True
     return batch.with_columns(loss_mask=mask)

@@ -19,7 +19,7 @@ LAYOUTS = ["shared", "packed", "padded"]
 
 
 def distributions(folder, batch, temperature=1.0):
-    """Give log_softmax of the logits before each token [N, V], a sequence at a time."""
+    """Return log_softmax of the logits before each token [N, V], a sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

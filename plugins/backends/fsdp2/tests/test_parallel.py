@@ -58,7 +58,7 @@ def cluster(tmp_path_factory, folders):
 
 @pytest.fixture
 def build(cluster, folders, tmp_path):
-    """Give a function that builds a backend with a parallel layout; "" is one rank in this process."""
+    """Return a function that builds a backend with a parallel layout; "" is one rank in this process."""
     built = []
 
     def make(name, where="", dtype="float32", **config):
@@ -77,7 +77,7 @@ def build(cluster, folders, tmp_path):
 
 @pytest.fixture(scope="module")
 def reference(folders, make_batch):
-    """Give loss and gradient norm of three steps of a model that is trained by hand, a sequence at a time."""
+    """Return loss and gradient norm of three steps of a model that is trained by hand, a sequence at a time."""
     known = {}
 
     def steps(name):

@@ -37,7 +37,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def backends(cluster, folders, tmp_path):
-    """Give a function that builds backends on one and on two ranks."""
+    """Return a function that builds backends on one and on two ranks."""
     built = []
 
     def build(dtype="float32", family="qwen3", folder=None, **config):
@@ -320,7 +320,7 @@ def test_an_adapter_trains_on_a_model_that_keeps_weights_in_float32(backends, er
 
 
 def by_sequence(model, batch):
-    """Give the logprobs of the tokens in the loss mask, a sequence at a time."""
+    """Return the logprobs of the tokens in the loss mask, a sequence at a time."""
     found = []
     parts = (np.split(batch[key], np.cumsum(batch["lengths"])[:-1]) for key in ("tokens", "loss_mask"))
     for row, mask in zip(*parts, strict=True):

@@ -24,7 +24,7 @@ SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
 
 
 def eager(folder, batch, temperature=1.0):
-    """Give the model, logprobs [N] and entropies [N], by log_softmax of the logits of padded rows."""
+    """Return the model, logprobs [N] and entropies [N], by log_softmax of the logits of padded rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

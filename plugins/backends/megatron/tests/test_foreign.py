@@ -206,22 +206,25 @@ def test_norms_are_found_under_the_names_of_transformer_engines_layers_too(build
 
 
 class Evil:
-    """Runs a command when it is unpickled."""
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
 
     def __reduce__(self):
-        return os.system, ("touch /tmp/whet-evil",)
+        return os.system, (f"touch {self.path}",)
 
 
 def test_an_index_that_names_code_is_refused_and_not_run(build, written, tmp_path):
     folder, model, _ = written("qwen3")
     bad = tmp_path / "bad"
     shutil.copytree(folder / "iter_0000007", bad)
-    (bad / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (bad / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "evil")))
     with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.system"):
         read_index(bad)
     with pytest.raises(Exception, match=r"it names (posix|nt)\.system"):
         build(model, load=str(bad))
-    assert not os.path.exists("/tmp/whet-evil")
+    assert not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def make_requests(
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[[str], Path]:
-    """Give the folder of a random model of one of the shapes."""
+    """Return the folder of a random model of one of the shapes."""
     made: dict[str, Path] = {}
 
     def folder(shape: str) -> Path:

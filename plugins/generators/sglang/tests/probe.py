@@ -37,7 +37,7 @@ class Probe:
         return list(await self._manager.update_weights_from_tensor(update, None))
 
     def finds(self, tokens: list[int], stop: str) -> dict[str, Any]:
-        """Say whether a stop string is found in tokens, and how many of them SGLang itself would look at."""
+        """Return whether a stop string is found in tokens, and how many of them SGLang itself would look at."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def models(tiny_models: Callable[..., Path]) -> Callable[..., Path]:
-    """Give the folder of a random model of a family, tied or not, with the weights of a seed."""
+    """Return the folder of a random model of a family, tied or not, with the weights of a seed."""
     return partial(tiny_models, hidden=128)

@@ -71,7 +71,7 @@ class Served:
         return max(gap(reference, r, c, temperature or 1.0) for r, c in zip(asked, found, strict=True))
 
     def close(self) -> None:
-        """Let the next engine have this process: one that is torn down later would take its groups with it."""
+        """End the engine at once: an end after the start of the next engine would destroy the groups of that engine."""
         del self.llm
         gc.collect()
 

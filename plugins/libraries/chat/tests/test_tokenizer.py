@@ -182,7 +182,7 @@ def tokenizers():
 
 @pytest.fixture(scope="session")
 def load(tokenizers, tmp_path_factory):
-    """Give (whet's, transformers') for a case, both read from the same folder."""
+    """Return (whet's, transformers') for a case, both read from the same folder."""
     from transformers import AutoTokenizer
 
     def load(kind: str, template: str):

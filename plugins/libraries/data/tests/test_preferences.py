@@ -18,7 +18,7 @@ def chat(tiny_model_folder):
 
 
 def shown(chat, record, **names):
-    """Give the text of both sequences, that of their prompts, and what is learned."""
+    """Return the text of both sequences, that of their prompts, and what is learned."""
     pair = encode_pair(record, chat, names)
     assert [one["chosen"] for one in pair] == [True, False]
     texts = [chat.decode(one["tokens"], skip_special=False) for one in pair]

@@ -23,7 +23,7 @@ class LettersWorker(SerialWorker):
     """Takes weights whose file exists, and holds none."""
 
     def start(self) -> None:
-        """Note where it is."""
+        """Record the place of the weights."""
         self.positions, self.places = 400, [self.rank.device]
 
     def continued(self, request: Request) -> Iterator[tuple[int, float]]:
@@ -42,7 +42,7 @@ class LettersWorker(SerialWorker):
             raise ValueError("nothing was sent")
 
     def move(self, device: str) -> None:
-        """Note where it is."""
+        """Record the place of the weights."""
         self.places.append(device)
 
 

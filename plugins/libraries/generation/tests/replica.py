@@ -20,23 +20,23 @@ class Replica:
         time.sleep(0.5)
 
     def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: str = "drain") -> None:
-        """Note it."""
+        """Record the call."""
         self.note(str(version))
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Completion]]:
-        """Give one token each, by the request's seed; as likely as the note `off` says where there is one."""
+        """Yield one token for each request, chosen by the request's seed. The note `off` changes its logprob."""
         off = self.notes.with_name("off")
         logprob = float(off.read_text()) if off.exists() else -1.0
         for r in requests:
             yield [Completion(r.id, np.array([r.seed]), np.array([logprob], np.float32), "length", ((0, 7),))]
 
     def sleep(self) -> int:
-        """Note it, and give 10 bytes back."""
+        """Record the call, and return that 10 bytes were freed."""
         self.note("asleep")
         return 10
 
     def wake(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.note("awake")
 
     def note(self, what: str) -> None:
@@ -45,5 +45,5 @@ class Replica:
             file.write(f"{self.rank} {os.getpid()} {what}\n")
 
     def pid(self) -> int:
-        """Give that of its process."""
+        """Return the id of this process."""
         return os.getpid()

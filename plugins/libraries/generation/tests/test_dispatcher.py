@@ -42,7 +42,7 @@ class Replicas:
 
 
 async def turns(number: int = 50) -> None:
-    """Let the event loop go round often enough for whatever does not wait for anybody."""
+    """Run the event loop until nothing is left that could go on by itself."""
     for _ in range(number):
         await asyncio.sleep(0)
 

@@ -220,7 +220,7 @@ def test_a_baseline_by_length_is_worked_by_hand() -> None:
     sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6),
 )
 def test_no_other_baseline_has_less_variance(rewards: list[float], sizes: list[int]) -> None:
-    """Of gradients of independent tokens: the squared norm of a response's is in proportion to its length."""
+    """The gradients of tokens are independent, so the squared norm of a response's grows with its length."""
     lengths = np.array(sizes[: len(rewards)], np.float64)
     found = length_weighted(np.array(rewards), np.zeros(len(rewards), np.int64), lengths).astype(np.float64)
 

@@ -56,7 +56,7 @@ def test_sequences_without_a_token_count_where_they_are_to(make: Any) -> None:
 )
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor])
 def test_empty_and_masked_sequences_count_apart(make: Any, options: dict[str, Any], number: int) -> None:
-    """Of one that is trained, one that was sampled and masked, and one in which nothing was sampled."""
+    """One sequence is trained, one was sampled and masked, and in one nothing was sampled."""
     mask, sampled = make([False, True, False, False, False]), make([False, True, True, False, False])
     found = count(mask, make([2, 1, 2]), "sequence", sampled=sampled, **options)
     assert int(found) == number

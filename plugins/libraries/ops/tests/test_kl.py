@@ -22,14 +22,14 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def slope_of(loss: Any) -> Tensor:
-    """Give the gradient of a function of the policy's logprobs by the logits."""
+    """Return the gradient of a function of the policy's logprobs by the logits."""
     logits = LOGITS.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(torch.log_softmax(logits, 0)), logits)
     return gradient
 
 
 def mean_slope(drawn_from: Tensor | None = None, **options: Any) -> Tensor:
-    """Give the gradient of the penalty, averaged over tokens drawn from the policy, or from another."""
+    """Return the gradient of the penalty, averaged over tokens drawn from the policy, or from another."""
     others = torch.log_softmax(LOGITS, 0) if drawn_from is None else drawn_from
     chances = others.exp().detach()
     return slope_of(lambda p: (chances * penalty_of_kl(p, REFERENCE, others.detach(), **options)).sum())

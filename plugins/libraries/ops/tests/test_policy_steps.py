@@ -33,7 +33,7 @@ from whet_testing.fakes import FakeBackend
 
 
 def batch(**columns: Any) -> Batch:
-    """Give responses of 1, 2 and 3 tokens; the last two are sequences of one episode."""
+    """Return responses of 1, 2 and 3 tokens; the last two are sequences of one episode."""
     masks = [[0, 1], [0, 1, 1], [0, 1, 1, 1]]
     rows = [{"tokens": range(len(m)), "loss_mask": np.array(m, bool)} for m in masks]
     made = from_sequences(rows, prompt_lengths=[1, 1, 1], group=[0, 0, 0], episode=[0, 1, 1])

@@ -36,11 +36,11 @@ def make_groups(kind: str, groups: int, seed: int = 0) -> Batch:
 
 @pytest.fixture(scope="session")
 def demonstrations() -> Callable[..., Batch]:
-    """Give `make_demonstrations`."""
+    """Return `make_demonstrations`."""
     return make_demonstrations
 
 
 @pytest.fixture(scope="session")
 def drawn() -> Callable[..., Batch]:
-    """Give `make_groups`."""
+    """Return `make_groups`."""
     return make_groups

@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pip find what core needs, and what builds packages, without a network."""
+    """Make pip find what core needs, and what builds packages, without a network."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(make_wheels(["whet", "hatchling", "editables"], tmp_path / "here")))
 

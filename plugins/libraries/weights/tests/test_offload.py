@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def resident() -> int:
-    """Give the bytes of memory that this process has."""
+    """Return the bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 

@@ -40,7 +40,7 @@ def loss(folder: Path) -> list[tuple[int, float]]:
 
 
 def sessions(folder: Path) -> list[Any]:
-    """Give what is said about sessions, in the order written."""
+    """Return what is said about sessions, in the order written."""
     found = []
     for path in sorted((folder / "tensorboard").iterdir()):
         reader = PyRecordReader_New(str(path))

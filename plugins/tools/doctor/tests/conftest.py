@@ -1,39 +1,11 @@
-"""A plugin with the least that a run needs, and a config of it that could be run."""
+"""A config that could be run."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from whet.plugins.registry import Registry, load_plugins
-
-OFFERS = '''
-from attrs import frozen
-from whet import Component, hookimpl
-
-@frozen
-class Nothing:
-    """No keys."""
-
-@hookimpl
-def whet_algorithms():
-    return [Component("loop", Nothing, __name__ + ":made")]
-
-@hookimpl
-def whet_backends():
-    return [Component("trainer", Nothing, __name__ + ":made")]
-
-def made(config, *args):
-    return (config, *args)
-'''
-
-
-@pytest.fixture
-def offers(install: Callable[..., Path]) -> Registry:
-    """A registry of one plugin with an algorithm and a backend."""
-    install("whet-offers", {"offers_hooks": OFFERS})
-    return load_plugins()
+from whet.plugins.registry import Registry
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ SHOWN = """JobId=4242 JobName=whet
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Give a function that makes an environment with a `scontrol` of these words."""
+    """Return a function that makes an environment with a `scontrol` of these words."""
 
     def make(words: str, code: int = 0, **variables: str) -> dict[str, str]:
         program = tmp_path / "scontrol"

@@ -206,7 +206,7 @@ class SftLossConfig:
 
     @property
     def sft(self) -> SftTerm:
-        """The term that the loss consists of."""
+        """Return the term that the loss consists of."""
         return SftTerm(1.0, self.average, self.of)
 
 

@@ -31,12 +31,12 @@ class Settings(Protocol):
 
     @property
     def sft(self) -> SftTerm:
-        """The second term."""
+        """Return the second term."""
         ...
 
     @property
     def metrics(self) -> PairMetrics:
-        """What is reported."""
+        """Return what is reported."""
         ...
 
 

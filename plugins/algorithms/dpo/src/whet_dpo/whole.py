@@ -44,7 +44,7 @@ class Scores:
 
     @property
     def ratio(self) -> Any:
-        """The score [B] of the losses: the log-ratio of policy and reference."""
+        """Return the score [B] of the losses: the log-ratio of policy and reference."""
         return self.policy - self.reference
 
 
@@ -79,7 +79,9 @@ def tally_of(batch: Batch, scores: Scores) -> Tally:
 
 
 def margin_shift(batch: Batch, scores: Scores) -> Any:
-    """Return, for each pair, its reference's log-ratio minus that of its rank: [B] float32; see `whole_losses.Aot`."""
+    """Return for each pair the reference's log-ratio of the pair minus the reference's log-ratio of the same rank: [B]
+    float32; see `whole_losses.Aot`.
+    """
     chosen, rejected = live_pairs(batch, scores)
     policy, reference = (of[chosen] - of[rejected] for of in (scores.policy, scores.reference))
     opposite = np.empty_like(reference)

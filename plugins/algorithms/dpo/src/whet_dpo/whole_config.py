@@ -84,7 +84,7 @@ class SumTerm:
 
     @property
     def label(self) -> str:
-        """The name under which its metrics stand."""
+        """Return the name under which its metrics stand."""
         return self.name or self.component.name
 
 

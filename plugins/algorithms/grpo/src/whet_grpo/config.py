@@ -14,7 +14,8 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
-    reads,
+    policy_facts,
+    policy_loss_facts,
 )
 
 _MAX_WEIGHT: Any = optional(above(0, FACTOR))
@@ -245,39 +246,14 @@ class UnequalRewardsConfig:
 
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return the facts about the algorithm that planning reads."""
-    written = {"advantages", "old_logprobs"}
-    if config.overlong.penalty:
-        written |= {"reward:overlong"}
-    if config.kl_reward.weight:
-        written |= {"reward:kl", "token_rewards", "task_reward"}
-    reference = wants_reference(config)
-    return AlgorithmFacts(
-        inputs=frozenset({"rollouts"}),
-        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
-        columns_essential=frozenset({"advantages"}),
-        weights_needed=frozenset({"reference"} if reference else ()),
-        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
-        token_advantages=config.correction.per_token or config.top_entropy.share < 1,
-        group_size=config.group_size,
-        groups_per_step=config.prompts_per_step,
-    )
+    per_token = config.correction.per_token or config.top_entropy.share < 1
+    return policy_facts(config, config.loss, config.group_size, token_advantages=per_token)
 
 
-def wants_reference(config: GrpoConfig) -> bool:
-    """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
-
-
-def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
+def group_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
     """Return the facts about a loss that planning reads."""
-    further = {"reference_logprobs"} if config.kl.weight else set()
-    further |= {"reward"} if config.likelihood.weight else set()
     of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
-    return LossFacts(
-        outputs_needed=frozenset({"logprobs", "entropy"} if config.entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
-        token_advantages=not of_sequences,
-    )
+    return policy_loss_facts(config, token_advantages=not of_sequences)
 
 
 @frozen

@@ -6,9 +6,9 @@ The config chooses the parts: advantages, loss, filters, penalties, correction, 
 from typing import TYPE_CHECKING
 
 from whet.data.randomness import derive_seed
-from whet_grpo.config import GrpoConfig, wants_reference
+from whet_grpo.config import GrpoConfig
 from whet_ops.algorithms import policy_steps
-from whet_ops.algorithms.config import reads
+from whet_ops.algorithms.config import reads, wants_reference
 from whet_ops.algorithms.policy_steps import (
     OldLogprobs,
     advantage_metrics,
@@ -41,7 +41,7 @@ class Grpo:
         before, within = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)
         loss = with_correction(parts.loss, within)
-        reference = wants_reference(config)
+        reference = wants_reference(config, config.loss)
         longest = parts.config.rollout.max_tokens
         bounds = config.clip_advantages, config.clip_advantages_below
         carried = parts.steps.state if config.kl_reward.adaptive.target else None

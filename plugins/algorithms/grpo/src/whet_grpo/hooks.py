@@ -18,7 +18,7 @@ from whet_ops.algorithms.config import (
 if TYPE_CHECKING:
     from whet.config.sections import Config
 
-OF_LOSSES = "whet_grpo.config:policy_loss_facts"
+OF_LOSSES = "whet_grpo.config:group_loss_facts"
 OF_GROUPS = "whet_grpo.config:group_facts"
 
 

@@ -14,7 +14,8 @@ from whet_ops.algorithms.config import (
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
-    reads,
+    policy_facts,
+    policy_loss_facts,
 )
 
 CRITIC = "critic"
@@ -80,8 +81,8 @@ class PpoClipConfig(ClipSection, PolicyLossConfig):
     """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
 
     @property
-    def wants_entropy(self) -> bool:
-        """Return whether the model's entropy is needed."""
+    def reads_entropy(self) -> bool:
+        """Return whether the loss reads the model's entropy."""
         return self.entropy or self.entropy_weight > 0
 
 
@@ -95,38 +96,16 @@ class ValueClipConfig(AverageConfig):
 
 
 def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
-    """Return what planning needs to know of the algorithm."""
-    written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
-    written |= {"reward:overlong"} if config.overlong.penalty else set()
-    written |= {"reward:kl", "task_reward"} if config.kl_reward.weight else set()
-    reference = wants_reference(config)
-    return AlgorithmFacts(
-        inputs=frozenset({"rollouts"}),
-        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
-        columns_essential=frozenset({"advantages"}),
-        weights_needed=frozenset({"reference"} if reference else ()),
-        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
-        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
-        token_advantages=True,
-        group_size=config.group_size,
-        groups_per_step=config.prompts_per_step,
-    )
-
-
-def wants_reference(config: PpoConfig) -> bool:
-    """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or reads(config.loss, "reference_logprobs")
+    """Return the facts about the algorithm that planning reads."""
+    return policy_facts(
+        config, config.loss, config.group_size, columns=("old_values", "returns", "token_rewards"),
+        token_advantages=True, roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
+    )  # fmt: skip
 
 
 def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> LossFacts:
-    """Return what planning needs to know of the policy's loss."""
-    further = {"reward"} if config.likelihood.weight else set()
-    further |= {"reference_logprobs"} if config.kl.weight else set()
-    return LossFacts(
-        outputs_needed=frozenset({"logprobs", "entropy"} if config.wants_entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
-        token_advantages=True,
-    )
+    """Return the facts about the loss of the policy that planning reads."""
+    return policy_loss_facts(config)
 
 
 def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> LossFacts:

@@ -2,8 +2,9 @@
 
     rollouts -> values of the critic -> rewards of tokens -> advantages, returns -> critic -> policy
 
-With separate lambdas it is that of VC-PPO (arXiv:2503.01491), with a lambda by length and a likelihood term VAPO
-(arXiv:2504.05118). The critic learns before the policy does; both from values taken before either moved.
+With separate lambdas, this is the algorithm of VC-PPO (arXiv:2503.01491). With a lambda that depends on the length and
+a likelihood term, it is the algorithm of VAPO (arXiv:2504.05118). The critic learns before the policy does. Both learn
+from values that were computed before either changed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.data.randomness import derive_seed
-from whet_ops.algorithms.config import reads
+from whet_ops.algorithms.config import reads, wants_reference
 from whet_ops.algorithms.policy_steps import (
     choose_old_logprobs,
     correct_gap,
@@ -24,7 +25,7 @@ from whet_ops.algorithms.policy_steps import (
     scored,
     with_correction,
 )
-from whet_ppo.config import CRITIC, PpoConfig, wants_reference
+from whet_ppo.config import CRITIC, PpoConfig
 from whet_ppo.targets import estimate, place_rewards, values_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Ppo:
-    """The loop: sample, compare with what the critic expected, learn, hand the weights over."""
+    """The loop: sample, compare rewards with the values of the critic, train, sync the weights."""
 
     def __init__(self, config: PpoConfig) -> None:
         self.config = config
@@ -41,7 +42,7 @@ class Ppo:
     def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last."""
         config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
-        reference = wants_reference(config)
+        reference = wants_reference(config, config.loss)
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1
         before, within = place_correction(config.correction, several, config.kl_reward, config.top_entropy)

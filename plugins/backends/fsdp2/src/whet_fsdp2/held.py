@@ -1,8 +1,9 @@
-"""What a rank holds: its share of the models and of the optimizer, and all that is done with it but computing.
+"""The share of the models and of the optimizer that a rank holds, and everything done with it except computing.
 
 load the model  ->  send weights, save, load, export, sleep, wake
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
@@ -27,7 +28,6 @@ from whet_fsdp2.experts import Experts
 from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
-from whet_fsdp2.model_config import write_config
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
@@ -269,7 +269,7 @@ class HeldModels:
                     set_padding(self._root.model.config, Path(folder))
                 dtype = torch.bfloat16 if self._low else torch.float32
                 write_weights(Path(folder), weights)
-                write_config(self._root.model, Path(folder), dtype)
+                _write_config(self._root.model, Path(folder), dtype)
         self._ranks.sum([0.0])
 
     # Life
@@ -306,3 +306,15 @@ class HeldModels:
         """Leave the process group."""
         self._offload.close()
         self._ranks.leave()
+
+
+def _write_config(model: Any, folder: Path, dtype: Any) -> None:
+    """Write the config and the generation config of a model, as one process would load it."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if hasattr(config, "distributed_config"):
+        del config.distributed_config
+    config.save_pretrained(folder)
+    if model.can_generate() and not (folder / "generation_config.json").exists():
+        model.generation_config.save_pretrained(folder)

@@ -127,8 +127,8 @@ class Adapters(AdapterSets):
             yield f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach()
 
     def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if they are not
-        those of this model.
+        """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if the model has
+        other adapters.
         """
         targets = {peft.PREFIX + name: parameter for name, parameter in self.parameters().items()}
         refuse_others({name: peft.stored(name, one).shape for name, one in targets.items()}, tensors, source)
@@ -194,7 +194,7 @@ class AdapterWeights(PolicyWeights):
             yield name, buffer
 
     def matrices(self) -> set[str]:
-        """Return the names of the trained matrices, but for those that are stacked, and a value head."""
+        """Return the names of the trained matrices and of a value head. Stacked matrices are left out."""
         return {name for name, weight in self.trained.items() if weight.ndim == 2 and not name.startswith(VALUE_HEAD)}
 
     @torch.no_grad()

@@ -173,7 +173,7 @@ class Stepper:
             raise CheckpointError(f"{saved.folder} has optimizer state of {strange[0]}, which is not trained here")
 
     def load(self, saved: Saved) -> None:
-        """Replace all state by that of a checkpoint, and the masters that live in host memory."""
+        """Replace all state, and the masters in host memory, by the state of a checkpoint."""
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
         self.steps = saved.optimizer_steps

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from whet.errors import ConfigError
-from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.ranks import Ranks
 
 _REDISTRIBUTION = logging.getLogger("torch.distributed.tensor._redistribute")
@@ -185,3 +184,10 @@ def sum_partial(gradients: "list[Tensor]", group: Any, divisor: int = 1) -> None
     flat.div_(divisor)
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+def kept_in_float32(model: Any) -> set[str]:
+    """Return the names of the parameters that the model's class keeps in float32: some routers, and their biases."""
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    patterns = [re.compile(rf"(^|\.){part}($|\.)") for part in parts]
+    return {name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in patterns)}

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from whet_fsdp2.kept_dtypes import kept_in_float32
 from whet_fsdp2.root import AnyRoot
-from whet_fsdp2.sharding import copies, full, is_split, local, partial_names, sum_partial, tensor_group
+from whet_fsdp2.sharding import copies, full, is_split, kept_in_float32, local, partial_names, sum_partial, tensor_group
 
 NORM_PIECE: Final = 1 << 21
 """Numbers of a gradient whose norm is computed at a time, because on CPUs a copy in float64 is made of them."""

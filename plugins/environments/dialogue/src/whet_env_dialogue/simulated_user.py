@@ -34,7 +34,7 @@ class SimulatedUser:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """The weights of `satisfied` and, with a right answer, of `gold`. `turns` has weight 0."""
+        """Return the weights of `satisfied` and, with a right answer, of `gold`. `turns` has weight 0."""
         gold = {"gold": self._config.gold_weight} if self._config.gold else {}
         return {"satisfied": self._config.satisfied_weight, **gold, "turns": 0.0}
 

@@ -50,7 +50,7 @@ class Gymnasium:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """The weights of the config. `turns` is recorded only."""
+        """Return the weights of the config. `turns` is recorded only."""
         config = self._config
         weights = {"return": config.return_weight, "success": config.success_weight, "illegal": config.illegal_weight}
         return {**weights, "turns": 0.0}

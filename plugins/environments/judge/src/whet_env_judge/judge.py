@@ -29,7 +29,7 @@ class Judge(Judged):
 
     @property
     def _value(self) -> str:
-        """The name of the reward that `run` returns for the value of the judge."""
+        """Return the name of the reward that `run` returns for the value of the judge."""
         return f"{self._config.role}_value" if self._config.rank else self._config.role
 
     @property

@@ -41,7 +41,7 @@ class RubricJudge(Judged):
 
     @property
     def _unread(self) -> str:
-        """The name of the reward of weight 0 that is the share of comparisons without a readable verdict."""
+        """Return the name of the reward of weight 0 that is the share of comparisons without a readable verdict."""
         return f"{self._config.role}_unreadable"
 
     @property

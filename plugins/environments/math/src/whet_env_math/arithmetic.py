@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The last total, as text."""
+        """Return the last total, as text."""
         return str(self.sums[-1][3])
 
     def stated(self) -> str:

@@ -67,7 +67,7 @@ class Process(Offspring):
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be sent."""
+        """Return whether requests can be sent."""
         return not self._why
 
     def ask(self, do: str, asked: Mapping[str, Any]) -> tuple[int, "Future[Any]"]:

@@ -10,7 +10,7 @@ __all__ = ["Shelf"]
 class Tools(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     def look(self, shelf: int) -> str:
-        """Say how many books are on a shelf."""
+        """Return how many books are on a shelf."""
         return f"{shelf * 7 % 10} books"
 
 

@@ -42,7 +42,7 @@ class Decoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The width of the logits."""
+        """Return the width of the logits."""
         ...
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> Session:
@@ -103,7 +103,7 @@ class Job:
 
     @property
     def place(self) -> tuple[int, bytes, int, str]:
-        """The sort key of a batch: by length, then by prompt. The order of arrival does not matter."""
+        """Return the sort key of a batch: by length, then by prompt. The order of arrival does not matter."""
         return len(self.request.tokens), self.request.tokens.tobytes(), self.limit, self.request.id
 
 

@@ -56,7 +56,7 @@ class FusedDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """The width of the logits."""
+        """Return the width of the logits."""
         return int(self.model.lm_head.weight.shape[0])
 
     def refresh(self) -> None:

@@ -22,7 +22,7 @@ class PlainDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """The width of the logits."""
+        """Return the width of the logits."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def refresh(self) -> None:

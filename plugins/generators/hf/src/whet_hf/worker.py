@@ -240,7 +240,7 @@ class Worker:
             self._running = []
 
     def _reporter(self, batch: list[_Queued]) -> Report | None:
-        """Return what sends the tokens of a batch to those who wait for them; None: nobody does."""
+        """Return a function that sends the tokens of a batch to the callers that wait for them; None: nobody does."""
         receivers = {queued.id: queued.outcomes for queued in batch if queued.job.request.progress is not None}
         loop = asyncio.get_running_loop()
 

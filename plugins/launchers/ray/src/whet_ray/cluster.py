@@ -353,7 +353,7 @@ class RayProcess:
 
     @property
     def _where(self) -> str:
-        """The node's name from Ray, or the node's address if Ray does not know the name."""
+        """Return the node's name from Ray, or the node's address if Ray does not know the name."""
         try:
             found = "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
         except WhetError:

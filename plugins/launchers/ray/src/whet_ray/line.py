@@ -47,7 +47,8 @@ class RayLine:
         heard: Callable[[], None],
         report: Callable[[str, Any], None],
     ) -> None:
-        """Make a line that is not open yet. `take`, `broken` and `heard` are those of `whet.runtime.channel.Line`.
+        """Make a line that is not open yet. `take`, `broken` and `heard` mean the same as for
+        `whet.runtime.channel.Line`.
 
         `report` is called with all else that the agent sends: `output` and its bytes, `ended` and how the process
         ended, or `lost` and Ray's error. All four run on threads that serve all lines, so they must never wait.

@@ -47,7 +47,7 @@ class Names:
 
     @property
     def namespace(self) -> str:
-        """The namespace of all actors of the run."""
+        """Return the namespace of all actors of the run."""
         return f"whet:{self._run}~{self._tag}"
 
     def of_process(self, host: Host) -> str:
@@ -218,7 +218,7 @@ class Places:
             self._bundles |= dict.fromkeys((host.name for host in place), bundle)
 
     def _wanted(self, place: Sequence[Host]) -> dict[str, float]:
-        """Return what processes that share GPUs take: the most that those of one group of roles take together."""
+        """Return what processes that share GPUs take: the most that one group of roles takes together."""
         found: dict[str, float] = {}
         for roles in dict.fromkeys(host.roles for host in place):
             own = [self._wanted_by(host) for host in place if host.roles == roles]

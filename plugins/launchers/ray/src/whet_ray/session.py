@@ -82,17 +82,17 @@ class RaySession:
 
     @property
     def local(self) -> bool:
-        """Whether whet started Ray, on this machine alone. The value is final once `wait` has returned."""
+        """Return whether whet started Ray, on this machine alone. The value is final once `wait` has returned."""
         return self._connection.local
 
     @property
     def ends_ray(self) -> bool:
-        """Whether Ray ends with this session: whet started Ray, and no other session of this process uses it."""
+        """Return whether Ray ends with this session: whet started Ray, and no other session of this process uses it."""
         return self.local and self._connection.sessions == 1
 
     @property
     def life(self) -> Life:
-        """The object that knows whether Ray is lost. Every call that may wait for Ray goes through its `ask`."""
+        """Return the object that knows whether Ray is lost. Every call that may wait for Ray goes through its `ask`."""
         return self._connection.life
 
     def wait(self, seconds: float) -> None:
@@ -101,7 +101,7 @@ class RaySession:
 
     @property
     def nodes(self) -> list[Node]:
-        """The live nodes of the cluster."""
+        """Return the live nodes of the cluster."""
         ray: Any = import_module("ray")
         return [
             Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node["Resources"]))
@@ -142,7 +142,7 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether another session can share this connection."""
+        """Return whether another session can share this connection."""
         failed = self._ready.done() and self._ready.exception()
         return self.sessions > 0 and not failed and not self.life.lost.done()
 

@@ -29,7 +29,7 @@ class Reader(Protocol):
 
     @property
     def frame(self) -> "Frame":
-        """What stands around calls."""
+        """Return what stands around calls."""
         ...
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:

@@ -194,9 +194,9 @@ _FORMATS: WeakKeyDictionary[Chat, ResponseFormat] = WeakKeyDictionary()
 
 
 def response_format(chat: Chat) -> ResponseFormat:
-    """Return how the model of a chat tokenizer writes responses. It is learned once."""
+    """Return how the model of a chat tokenizer writes responses, learned once from its template."""
     if chat not in _FORMATS:
-        _FORMATS[chat] = reader(chat)
+        _FORMATS[chat] = learn(lambda talk, tools, asked: chat.with_tools(tools).render(talk, generation_prompt=asked))
     return _FORMATS[chat]
 
 
@@ -211,9 +211,4 @@ def tool_format(chat: Chat) -> ResponseFormat:
     return found
 
 
-def reader(chat: Chat) -> ResponseFormat:
-    """Return how the model of a chat tokenizer writes responses: learned anew from its template."""
-    return learn(lambda talk, tools, asked: chat.with_tools(tools).render(talk, generation_prompt=asked))
-
-
-__all__ = ["NAME", "TOOL", "Reasoning", "ResponseFormat", "learn", "reader", "response_format", "tool_format"]
+__all__ = ["NAME", "TOOL", "Reasoning", "ResponseFormat", "learn", "response_format", "tool_format"]

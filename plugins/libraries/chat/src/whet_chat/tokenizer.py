@@ -27,7 +27,7 @@ from whet.errors import DataError, RewrittenHistory
 from whet.interfaces.chat import Trainable, TrainOn
 from whet.moved import leading_on
 from whet_chat.pieces import text_of
-from whet_chat.response import ResponseFormat, reader
+from whet_chat.response import ResponseFormat, response_format
 from whet_chat.templates import ChatTemplate, read_template, read_text
 from whet_chat.tokenizer_files import read_json, read_tokenizer, special_tokens
 
@@ -60,7 +60,7 @@ class ChatTokenizer:
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
-        self._learned: list[ResponseFormat] = []  # the format of responses, shared by all copies
+        self._original = self  # copies have the format of its responses
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -90,7 +90,7 @@ class ChatTokenizer:
         except DataError:
             if not any(message.written for message in conversation):
                 raise
-            # What refuses parts may take the same as text.
+            # A template that refuses parts may accept them as text.
             plain = [evolve(message, calls=()) if message.written else message for message in conversation]
             return self.template.render(tuple(plain), tools=self._tools, generation_prompt=generation_prompt)
 
@@ -114,9 +114,7 @@ class ChatTokenizer:
 
     @property
     def _format(self) -> ResponseFormat:
-        if not self._learned:
-            self._learned.append(reader(self))
-        return self._learned[0]
+        return response_format(self._original)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -355,7 +353,7 @@ def given_template(chat_template: str) -> str:
 
 
 def _meaning(message: Message) -> tuple[Any, ...]:
-    """Return what two messages have in common that say the same."""
+    """Return the parts of a message that are equal for two messages of the same meaning."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
     return message.reasoning.split(), message.text.split(), calls
 

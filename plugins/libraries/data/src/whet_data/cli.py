@@ -24,7 +24,7 @@ Split = Literal["train", "validation"]
 
 @click.group()
 def data() -> None:
-    """Look into the data of a config."""
+    """Show the data of a config as it is trained on."""
 
 
 @data.command(cls=Command)

@@ -53,7 +53,7 @@ class SourceConfig:
 
 
 def facts_within(config: SourceConfig, model: ModelInfo) -> EnvironmentFacts:
-    """Return the facts of the wrapped environment, or those of a data set of prompts."""
+    """Return the facts of the wrapped environment, or the facts of a data set of prompts."""
     if config.environment:
         return facts_of(config.environment, model, EnvironmentFacts)
     splits = tuple(config.dataset) if isinstance(config.dataset, dict) else None

@@ -154,7 +154,7 @@ class ReplicaCalls:
         self.answers()
 
     def answers(self) -> list[Any]:
-        """Wait for all replicas, and return the results of those that were not lost. Raises `WorkerError`."""
+        """Wait for all replicas, and return the results of the replicas that were not lost. Raises `WorkerError`."""
         found: list[Any] = []
         self.pending.wait()
         for rank, life in self.lives.items():

@@ -228,7 +228,7 @@ def _candidates(search: Search, prepared: Prepared, before: Moment) -> Iterator[
 
 
 def _savings(prepared: Prepared, before: Moment) -> Iterator[Part]:
-    """Yield the changes that components offer, those of the role that lacks memory first."""
+    """Yield the changes that components offer, beginning with the role that lacks memory."""
     plan = prepared.plan
     for one in sorted(plan.roles, key=lambda role: role.role != before.role):
         role = prepared.roles[one.role]

@@ -8,7 +8,7 @@ from whet.cli.command import Command
 @click.command(cls=Command)
 @click.argument("run", type=click.Path(exists=True, file_okay=False))
 def memory(run: str) -> None:
-    """Print the peaks of memory that were predicted for RUN, a run folder, and those that its workers measured.
+    """Print the peaks of memory of RUN, a run folder: predicted, and measured by the workers.
 
     Predicted: `plan.json`. Measured: the largest `memory/ROLE.PHASE` of all steps in `metrics.jsonl`.
     """

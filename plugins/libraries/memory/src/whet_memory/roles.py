@@ -5,12 +5,12 @@ formulas   of the component
 terms      the least that the plan knows: `WorkerFacts.memory`, without activations
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from attrs import evolve, frozen
 
-from whet.component import LossFacts, MemoryTerm
+from whet.component import LossFacts
 from whet.config.sections import Config
 from whet.plan.placement import RolePlan
 from whet.plan.plan import Plan
@@ -155,10 +155,3 @@ def _outputs(roles: Roles, name: str, role: Role) -> tuple[str, ...]:
         wanted |= loss.outputs_needed if loss.role == name else frozenset()
     usual = {"logprobs"} & roles.outputs_of(name) or {"values"} & roles.outputs_of(name)
     return tuple(sorted((wanted & roles.outputs_of(name)) or usual))
-
-
-def least_terms(one: RolePlan) -> Iterator[MemoryTerm]:
-    """Yield the terms of a role in the memory where it computes, the largest first."""
-    gpu = one.devices[0] != "cpu"
-    there = [t for t in one.memory if t.when == "working" and t.place in (("", "gpu") if gpu else ("",))]
-    yield from sorted(there, key=lambda term: -term.bytes)

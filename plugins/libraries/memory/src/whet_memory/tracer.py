@@ -147,7 +147,7 @@ def _write(file: Path, value: Any) -> None:
 
 
 def _peaks(traced: dict[str, int]) -> dict[Phase, Peak]:
-    """Return the peaks of phases from those of their parts."""
+    """Return the peaks of phases from the peaks of their parts."""
     found: dict[Phase, Peak] = {}
     for name, size in traced.items():
         phase: Any = _TRAINING.get(name, name)

@@ -97,7 +97,8 @@ class Sandbox:
         limits: Limits | None = None,
         collect: Sequence[str] = (),
     ) -> Result:
-        """Run a program in a sandbox of its own, and return what came of it. All that it started has ended by then.
+        """Run a program in a sandbox of its own, and return its result. All processes that it started have ended by
+        then.
 
         :param argv: the program's absolute path and its arguments.
         :param code: instead of it: Python code, which runs as `main.py`.
@@ -209,7 +210,7 @@ class Session:
         collect: Sequence[str] = (),
         last: bool = False,
     ) -> Result:
-        """Run a program until it ends; see `Sandbox.run`. What it left running is ended, and its files are kept.
+        """Run a program until it ends; see `Sandbox.run`. Processes that it left are ended; its files are kept.
 
         :param limits: limits of this program, except those of the disk, which the sandbox has for good.
         :param last: end the sandbox with this program.
@@ -248,7 +249,7 @@ class Session:
         return Answer(blobs[0], _text(blobs[1]), _text(blobs[2]))
 
     async def stop(self, collect: Sequence[str] = ()) -> Result:
-        """Stop the started program, and return what came of it."""
+        """Stop the started program, and return its result."""
         header = {"do": "stop", "collect": [_checked(path) for path in collect], "last": False}
         return _result(*await self._request(header, [], ("result",), 0.0))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def config() -> None:
-    """Look into a config."""
+    """Explain the keys of a config: value, origin, meaning."""
 
 
 @config.command(cls=Command)

@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def origin(self) -> Origin:
-        """The place in force."""
+        """Return the place in force."""
         return self.origins[0]
 
 

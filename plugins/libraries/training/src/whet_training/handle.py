@@ -51,7 +51,7 @@ class ShardedBackend:
 
     @property
     def _awake(self) -> Workers:
-        """The workers. Raises `WhetError` while the backend sleeps."""
+        """Return the workers. Raises `WhetError` while the backend sleeps."""
         if self._asleep:
             raise WhetError("the backend sleeps; wake it first")
         return self._workers

@@ -35,7 +35,7 @@ def name_of(descriptor: int) -> str:
 
 
 def find(name: str) -> Path | None:
-    """Return the path of a file, or None where the name is not that of an anonymous file.
+    """Return the path of a file. None: the name is not the name of an anonymous file.
 
     Raises `FileNotFoundError` if no process of this node has it open any more.
     """

@@ -67,7 +67,8 @@ class StagedCopy:
             self._changed.notify_all()
 
     def receivers(self, count: int, seconds: float) -> list[StreamReceiver]:
-        """Wait up to `seconds` for `count` receivers, and return those that came. No other receiver can take part after
+        """Wait up to `seconds` for `count` receivers, and return the receivers that connected. No other receiver can
+        take part after
         that.
         """
         with self._changed:

@@ -70,7 +70,8 @@ def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 def receive_whole(
     spec: TransferSpec, receiver: int, stored: Mapping[str, Shape], *, tied: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Start to receive weights that must be those of a model folder. Return the tensors; an engine may keep them.
+    """Start to receive weights. They must have the names and shapes of a model folder. Return the tensors; an engine
+    may keep them.
 
     Raises `WeightSyncError` at once, before the first tensor is returned. For streamed transports, the check that
     nothing is missing comes after the last tensor.

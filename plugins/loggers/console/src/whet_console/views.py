@@ -52,7 +52,7 @@ class View(Protocol):
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal. None: lines have no maximum length."""
+        """Return the columns of the terminal. None: lines have no maximum length."""
         ...
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
@@ -99,7 +99,7 @@ class Terminal:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal."""
+        """Return the columns of the terminal."""
         return self._console.width
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 from attrs import evolve
 
 from whet.data.messages import Conversation, Message, conversation
-from whet.errors import DataError
 from whet_endpoint.chat import versions
 from whet_endpoint.choices import Choice, Pieces, Tokens
 from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
-from whet_endpoint.messages import is_text, read_call, refuse_last_assistant
+from whet_endpoint.messages import checked_messages, is_text, read_call
 from whet_endpoint.requests import FREELY, MODEL, ApiRequest, Fields, Rules
 from whet_endpoint.streaming import Piece
 
@@ -37,7 +36,7 @@ class MessagesDialect:
         """Return the request in a body of `/v1/messages`. Raises `ApiError`."""
         fields = Fields(body, rules)
         fields.model()
-        prompt = (*_system(fields.take("system", "")), *_read(fields.take("messages")))
+        prompt = (*_system(fields.take("system", "")), *checked_messages(fields.take("messages"), _messages))
         choice, parallel = _choice(fields.take("tool_choice", {"type": "auto"}))
         tooling = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
         thinking = fields.mapping("thinking").get("type", "disabled")
@@ -84,7 +83,7 @@ class MessagesWriter:
         return _event("message_start", message={**_begun(self._name), "content": [], "usage": dict(_NO_USAGE)})
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
-        """Return the event of a piece, after those that begin its block."""
+        """Return the event of a piece, after the events that begin its block."""
         if piece.reasons and not self._shows:
             return b""
         kind = THINKING if piece.reasons else TEXT
@@ -165,20 +164,6 @@ def _error(error: ApiError) -> dict[str, Any]:
 def _system(value: Any) -> Conversation:
     text = _text("system", value)
     return (Message("system", text),) if text else ()
-
-
-def _read(value: Any) -> Conversation:
-    """Return the messages of a request. Raises `ApiError`."""
-    if not isinstance(value, list):
-        raise unwanted("messages", value, "a list of messages")
-    try:
-        messages = tuple(message for item in value for message in _messages(item))
-    except DataError as error:
-        raise ApiError(400, str(error), "messages") from error
-    if not all(is_text(message.text + message.reasoning) for message in messages):
-        raise ApiError(400, "a message has half a character (a lone surrogate)", "messages")
-    refuse_last_assistant(messages, "messages")
-    return messages
 
 
 def _messages(item: Any) -> Iterator[Message]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import evolve
@@ -18,10 +18,17 @@ _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 def read_messages(value: Any) -> Conversation:
     """Return the messages of a request. Fields that are null count as absent. Raises `ApiError`."""
-    if not isinstance(value, list) or not value:
+    if value == []:
+        raise unwanted("messages", value, "a list of messages")
+    return checked_messages(value, lambda message: (_message(message),))
+
+
+def checked_messages(value: Any, read: Callable[[Any], Iterable[Message]]) -> Conversation:
+    """Return the messages that `read` returns for each item of a list. Raises `ApiError` if one cannot be used."""
+    if not isinstance(value, list):
         raise unwanted("messages", value, "a list of messages")
     try:
-        messages = tuple(_message(message) for message in value)
+        messages = tuple(message for item in value for message in read(item))
     except DataError as error:
         raise ApiError(400, str(error), "messages") from error
     if not all(is_text(message.text + message.reasoning) for message in messages):

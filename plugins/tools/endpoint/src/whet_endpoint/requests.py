@@ -114,7 +114,7 @@ class ApiRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
+        """Return whether the prompt is a list of messages."""
         return isinstance(self.prompt, tuple)
 
 
@@ -261,7 +261,7 @@ class Fields:
         return False
 
     def held(self, request: ApiRequest, tooling: Tooling, schema: str = "") -> ApiRequest:
-        """Return a request with its tools, held to the schema of forced calls, else to that of its text."""
+        """Return a request with its tools, held to the schema of forced calls, else to the schema of its text."""
         return evolve(
             request, sampling=evolve(request.sampling, schema=tooling.schema or schema), tools=tooling.tools,
             reads_calls=tooling.reads_calls, forces_calls=bool(tooling.schema),

@@ -100,7 +100,7 @@ def _result(item: dict[str, Any]) -> Message:
 
 
 def _content(value: Any) -> Any:
-    """Return the content of an item as that of a message: text, or a list of texts and images."""
+    """Return the content of an item as the content of a message: text, or a list of texts and images."""
     if not isinstance(value, list):
         return value
     return [

@@ -38,7 +38,7 @@ class ResponsesWriter:
         return self._event("created", response=self._begun) + self._event("in_progress", response=self._begun)
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
-        """Return the event of a piece, after those that begin its item."""
+        """Return the event of a piece, after the events that begin its item."""
         if piece.reasons:
             events, self._reasoning = self._item_begins(REASONING), self._reasoning + piece.text
             return events + self._part("reasoning_summary_text.delta", summary_index=0, delta=piece.text)

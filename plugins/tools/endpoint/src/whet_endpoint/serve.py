@@ -8,9 +8,7 @@ The config is checked and planned as that of a run, so every key of `generator`,
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -31,7 +29,7 @@ from whet.run.interrupts import CLOSING, acknowledge, on_signals
 from whet.run.models import Attempt, start
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.run_folder import RunFolder, closing_all
+from whet.run.run_folder import RunFolder, closing_all, temporary_run_folder
 from whet.run.start_workers import make_worker_groups
 from whet_endpoint.listener import Listener
 from whet_endpoint.requests import Rules
@@ -66,7 +64,7 @@ def serving(
     `file` gets the address and the key as JSON, for this user alone, until the context ends. Raises `ConfigError` for
     what cannot be served here.
     """
-    with on_signals(_Ending(), [signal.SIGINT, signal.SIGTERM]), _workplace() as folder:
+    with on_signals(_Ending(), [signal.SIGINT, signal.SIGTERM]), temporary_run_folder("serve") as folder:
         prepared = _prepared(folder, model, generator, overrides, registry)
         with closing_all([]) as closers:
             observers = Observers(prepared.loaded.registry.manager, folder)
@@ -175,21 +173,3 @@ class _Ending:
         self._told = True
         acknowledge(number, CLOSING)
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _workplace() -> Iterator[RunFolder]:
-    """Make a folder for logs and scratch files. After an error the logs of workers, which the error names, stay."""
-    folder = RunFolder(tempfile.mkdtemp(prefix="whet-serve-"))
-    folder.scratch.mkdir(parents=True)
-    try:
-        yield folder
-    except Exception:
-        shutil.rmtree(folder.scratch, ignore_errors=True)
-        if not any(log.stat().st_size for log in folder.logs.glob("*.log")):
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    shutil.rmtree(folder.path, ignore_errors=True)

@@ -22,12 +22,12 @@ class Responder(Protocol):
 
     @property
     def rules(self) -> Rules:
-        """What requests may ask for."""
+        """Return what requests may ask for."""
         ...
 
     @property
     def chat(self) -> Chat:
-        """The tokenizer of the model."""
+        """Return the tokenizer of the model."""
         ...
 
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:

@@ -77,7 +77,7 @@ async def _until_none(queue: "asyncio.Queue[Report | None]") -> AsyncIterator[Re
 
 
 def _reported(writer: Writer, running: list[_Running], index: int, progress: Progress) -> bytes:
-    """Return the events of reported tokens, without those that are known from before a replica was lost."""
+    """Return the events of reported tokens. Tokens that were reported before a replica was lost are left out."""
     one = running[index]
     known = one.text.count - progress.begin
     if known < 0 or known >= len(progress.tokens):

@@ -30,7 +30,7 @@ class Playing:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the episode whose roles are asked in this context."""
+        """Make this the episode whose roles answer in this context."""
         token = _CURRENT.set(self)
         try:
             yield

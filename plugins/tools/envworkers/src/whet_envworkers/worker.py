@@ -105,7 +105,7 @@ class EnvironmentWorker:
         return playing.taken()
 
     async def cancel(self, number: int) -> None:
-        """End an episode whose result nobody wants."""
+        """End an episode whose result is not needed any more."""
         playing = self._playing.get(number)
         if playing is not None:
             playing[1].cancel()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from whet.run.interrupts import Interrupts
 from whet.run.models import Attempt, start
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.run_folder import RunFolder, closing_all
+from whet.run.run_folder import RunFolder, closing_all, temporary_run_folder
 from whet.run.start_workers import make_worker_groups
 from whet_jobs.comparison import SUMMARY, Comparison, compare, read_written
 from whet_jobs.tables import table
@@ -238,28 +237,11 @@ _RETRIES = 4
 
 
 @contextmanager
-def _workplace(job: str) -> Iterator[RunFolder]:
-    """Make a folder for a job alone. After an error the logs of its workers, which the error names, stay there."""
-    folder = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-"))
-    try:
-        yield folder
-    except Exception:
-        shutil.rmtree(folder.scratch, ignore_errors=True)
-        if not any(log.stat().st_size for log in folder.logs.glob("*.log")):
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    shutil.rmtree(folder.path, ignore_errors=True)
-
-
-@contextmanager
 def _job(name: str, prepared: Prepared) -> Iterator[Attempt]:
     """Open what a job shares with a run: a folder of its own, loggers, closers. Ctrl-C ends the job."""
     with (
         Interrupts("job").listening() as interrupts,
-        _workplace(name) as folder,
+        temporary_run_folder(name) as folder,
         closing_all([]) as closers,
         interrupts.then_closing(),
     ):

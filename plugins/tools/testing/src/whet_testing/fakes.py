@@ -37,7 +37,7 @@ from whet.interfaces.environment import Address, EpisodeInfo
 from whet.interfaces.generator import OnWeightUpdate, listener
 from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
-from whet_chat.response import reader
+from whet_chat.response import response_format
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for all turns, a script of answers, or a function from the conversation to the answer."""
@@ -280,7 +280,7 @@ class ByteChat(ByteCodec):
 
     def parts(self, message: Message) -> Message:
         """Return a message with the calls apart that the model wrote in it."""
-        return reader(self).read(message.written, self._tools) if message.written and self._tools else message
+        return response_format(self).read(message.written, self._tools) if message.written and self._tools else message
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the last completion of the model."""

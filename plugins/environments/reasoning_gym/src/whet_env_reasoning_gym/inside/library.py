@@ -73,7 +73,7 @@ class Library:
         return {"question": entry["question"], "answer": answer, "source": self._source(entry)}
 
     def score(self, question: dict[str, Any], shut: tuple[int, ...]) -> dict[str, Any]:
-        """Score an answer in a process of its own, and return what came of it."""
+        """Score an answer in a process of its own, and return the score or the failure."""
         data, entry = self._sets[question["split"]], self._entry(question["split"], question["index"])
         if entry["question"] != question["question"]:
             return {"differs": True}

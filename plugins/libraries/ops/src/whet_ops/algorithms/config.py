@@ -3,13 +3,13 @@
 Needs no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, le
 
-from whet.component import LossFacts, Problem, Selection
+from whet.component import AlgorithmFacts, LossFacts, Problem, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
@@ -221,6 +221,11 @@ class PolicyLossConfig(AverageConfig):
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
 
+    @property
+    def reads_entropy(self) -> bool:
+        """Return whether the loss reads the model's entropy."""
+        return self.entropy
+
 
 @frozen(slots=False)  # a second base class beside one with slots
 class ClipSection:
@@ -268,6 +273,44 @@ class PolicyConfig:
 def reads(loss: Selection, column: str) -> bool:
     """Return whether the facts of a loss name a batch column. The columns of a loss do not depend on the model."""
     return column in facts_of(loss, ModelInfo(""), LossFacts).columns_read
+
+
+def wants_reference(config: PolicyConfig, loss: Selection) -> bool:
+    """Return whether an algorithm or its loss reads the logprobs of the reference policy."""
+    return config.kl_reward.weight > 0 or reads(loss, "reference_logprobs")
+
+
+def policy_facts(
+    config: PolicyConfig, loss: Selection, group_size: int, *, columns: Iterable[str] = (), token_advantages: bool,
+    roles: Mapping[str, RoleNeed] | None = None,
+) -> AlgorithmFacts:  # fmt: skip
+    """Return the facts about an algorithm that planning reads. `columns`: the columns of this algorithm alone."""
+    written = {"advantages", "old_logprobs", *columns}
+    written |= {"reward:overlong"} if config.overlong.penalty else set()
+    written |= {"reward:kl", "token_rewards", "task_reward"} if config.kl_reward.weight else set()
+    reference = wants_reference(config, loss)
+    return AlgorithmFacts(
+        inputs=frozenset({"rollouts"}),
+        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
+        columns_essential=frozenset({"advantages"}),
+        weights_needed=frozenset({"reference"} if reference else ()),
+        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
+        token_advantages=token_advantages,
+        group_size=group_size,
+        groups_per_step=config.prompts_per_step,
+        roles=roles or {},
+    )
+
+
+def policy_loss_facts(config: PolicyLossConfig, *, token_advantages: bool = True) -> LossFacts:
+    """Return the facts about a loss of a policy that planning reads."""
+    further = {"reference_logprobs"} if config.kl.weight else set()
+    further |= {"reward"} if config.likelihood.weight else set()
+    return LossFacts(
+        outputs_needed=frozenset({"logprobs", "entropy"} if config.reads_entropy else {"logprobs"}),
+        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
+        token_advantages=token_advantages,
+    )
 
 
 def shaping_problems(

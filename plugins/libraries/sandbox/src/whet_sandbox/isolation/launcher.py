@@ -77,7 +77,7 @@ def _receive(orders: socket.socket) -> tuple[dict[str, Any], socket.socket | Non
 
 
 def _supervise(control: socket.socket, order: dict[str, Any], proc: int, orders: socket.socket) -> NoReturn:
-    """Be the supervisor of one sandbox."""
+    """Run the supervisor of one sandbox in this process."""
     try:
         launcher = os.getppid()
         signal.set_wakeup_fd(-1)

@@ -87,7 +87,7 @@ class Program:
 
 
 def become(header: dict[str, Any], theirs: dict[str, int], failing: int, machine_proc: int) -> NoReturn:
-    """Become the program. What fails on the way is written to the pipe `failing`, and nothing runs."""
+    """Execute the program in this process. An error is written to the pipe `failing`, and nothing runs."""
     what = "its descriptors"
     try:
         limits = header["limits"]
