@@ -112,13 +112,17 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
     return stand_ins if engine == "sglang" else {}
 
 
+CELLS = "tests/test_support.py::test_algorithms_take_two_steps"
+
+
 @nox.session
 @ENGINES
 def engines(session: nox.Session, engine: str) -> None:
     """Run the generators' contract, weight syncs, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
-    environment = install_engine(session, engine, "pytest-timeout", "pytest-xdist")
+    environment = install_engine(session, engine, "megatron-core", "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
-    session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
+    cells = (f"{CELLS}_with_{engine}", "--dist", "loadgroup")  # those that share an engine run in one process
+    session.run("pytest", "-n", "2", *tests, *cells, *session.posargs, env=environment)
 
 
 ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
@@ -129,18 +133,35 @@ ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
 def backends(session: nox.Session, backend: str) -> None:
     """Run a backend's contract, its numbers under every kind of parallelism, and GRPO with it; `-- -k checkpoint`."""
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
-    cells = f"tests/test_support.py::test_algorithms_take_two_steps_on_{backend}"
     whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
-    tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", cells)
+    tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", f"{CELLS}_with_{backend}")
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
 
 
+def trainer(session: nox.Session) -> str:
+    """Return a Python with the session's packages, but the tested transformers: engines want an older one."""
+    outer = Path(session.virtualenv.location).absolute()
+    python, here = outer / "trainer" / "bin" / "python", next(outer.glob("lib/python*/site-packages"))
+    packages = outer / "trainer" / here.relative_to(outer)
+    if not python.exists():
+        session.run("python", "-m", "venv", "--without-pip", str(outer / "trainer"))
+        (packages / "outer.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
+        session.install(*CONSTRAINTS, "--no-deps", "--target", str(packages), "transformers")
+    return str(python)
+
+
 @nox.session
-def support(session: nox.Session) -> None:
-    """Run every cell of docs/reference/support.md that a test can run on a CPU without an engine."""
-    install(session, "megatron-core", "pytest-timeout")
-    every = {**ONE_THREAD, "WHET_EVERY_CELL": "1"}
-    session.run("pytest", "tests/test_support.py", *session.posargs, env=every)
+@nox.parametrize("needs", [nox.param(name, id=name) for name in ("megatron", "vllm", "sglang")])
+def support(session: nox.Session, needs: str) -> None:
+    """Run every cell of docs/reference/support.md that a test can run on a CPU: `support(vllm)` those with vLLM."""
+    if needs == "megatron":
+        install(session, "megatron-core", "pytest-timeout")
+        environment, cells = ONE_THREAD, [CELLS, f"{CELLS}_with_{needs}"]
+    else:
+        environment = install_engine(session, needs, "megatron-core", "pytest-timeout")
+        environment["WHET_TRAINER_PYTHON"] = trainer(session)
+        cells = [f"{CELLS}_with_{needs}"]
+    session.run("pytest", *cells, *session.posargs, env={**environment, "WHET_EVERY_CELL": "1"})
 
 
 @nox.session(name="two-torches")

@@ -4,11 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve
 
-from whet.component import resolve
-from whet.config.structure import structure
 from whet.plugins.registry import Registry
-from whet_testing.combinations import Combination, combinations, reasons
-from whet_testing.contracts.component import MODEL
+from whet_testing.combinations import Combination, asked_roles, combinations, facts_of, reasons
 
 BASE = {
     "run": {"folder": "run", "steps": 2},
@@ -48,11 +45,7 @@ def problems_of(one: Combination, registry: Registry) -> list[str]:
 
 def further(one: Combination, registry: Registry) -> dict[str, object]:
     """Return the sections that a combination cannot do without: the roles that its algorithm asks for, and `EXTRA`."""
-    component = registry.find("algorithms", one.algorithm).component
-    keys = {key: value for key, value in one.section().items() if key != "use"}
-    facts = resolve(component.facts)(structure(keys, component.config, registry), MODEL)
-    head = {True: {"head": "value"}, False: {}}
-    roles = {name: {"use": "fsdp2", **head["values" in need.outputs]} for name, need in facts.roles.items()}
+    roles = asked_roles(facts_of(one, registry), {"use": "fsdp2"})
     return {**({"roles": roles} if roles else {}), **EXTRA.get(one.algorithm, {})}
 
 

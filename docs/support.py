@@ -14,26 +14,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-from whet.component import AlgorithmFacts, resolve
-from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet.plugins.registry import Registry
-from whet_testing.combinations import Combination, reasons
+from whet_testing.combinations import Combination, asked_roles, covering, facts_of, reasons
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/test_support.py",)
 """Files with tests that have the marker."""
 DENSE: Mapping[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 64,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 192, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 384, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 MIXED: Mapping[str, Any] = {
     **DENSE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384,
 }  # fmt: skip
+ENGINES = ("vllm", "sglang")
+"""Generators on an engine that no plugin installs."""
 LORA: Mapping[str, Any] = {"rank": 4}
 NO_TEST = "no test"
 HEAD = """\
@@ -43,13 +43,16 @@ Each algorithm with each backend, each way in which its ranks share the model, w
 algorithms that learn from rollouts with each generator. A cell has one of these:
 
 - a letter: the test below the table runs two steps of it, and CELL stands for the names of its row and column. A letter
-  in parentheses: only `nox -s support` runs the test. The other sessions run each pair of an algorithm and a layout of
-  up to two ranks with one of full training and LoRA; of them `backends(megatron)` runs what needs Megatron Core.
+  in parentheses: only the session `support` runs the test. Another session runs the others, too: from data files and
+  with `hf` each pair of an algorithm and a layout of up to two ranks, and with other generators each pair of an
+  algorithm and a backend, with one of full training and LoRA.
 - a number: the plan refuses it, with the reason below the table.
 - *no test*: it fits the plan, and no test runs it.
 
-The tests run on CPUs, with small random models; those of megatron skip where Megatron Core is not installed. Losses,
-advantages and filters are in [Combinations](combinations.md)."""
+The tests run on CPUs, with small random models, and skip where what they need is not installed. In each run with a
+generator, the probe compares its logprobs with the backend's after the first two weight syncs. vLLM and SGLang want an
+older transformers than `copies 2` and `expert 2` of `fsdp2`, whose backends have a Python of their own beside them.
+Losses, advantages and filters are in [Combinations](combinations.md)."""
 
 
 @frozen
@@ -96,6 +99,19 @@ class Cell:
     """Empty: the algorithm learns from data files."""
 
     @property
+    def needs(self) -> str:
+        """Return what it needs besides whet, its plugins and what they install. Empty: nothing."""
+        if self.generator in ENGINES:
+            return self.generator
+        return "megatron" if "megatron" in (self.layout.backend, self.generator) else ""
+
+    @property
+    def sessions(self) -> tuple[str, str]:
+        """Return the session of nox that runs it if it is one of `always`, and the session that runs it in any case."""
+        often = {"": "tests", "megatron": "backends(megatron)"}.get(self.needs, f"engines({self.needs})")
+        return often, f"support({self.needs or 'megatron'})"
+
+    @property
     def in_place(self) -> bool:
         """Return whether the generator computes with the weights of the backend, in its processes."""
         return self.generator == "megatron" == self.layout.backend and not self.lora
@@ -106,45 +122,40 @@ class Cell:
         words = [self.algorithm, self.layout.backend, self.layout.name, "lora" if self.lora else "", self.generator]
         return ", ".join(word for word in words if word)
 
+    def pairs(self) -> set[Any]:
+        """Return the pairs of choices that it runs."""
+        where: Any = self.layout if self.generator in ("", "hf") else (self.generator, self.layout.backend)
+        return {(self.algorithm, where), (self.algorithm, self.lora), (where, self.lora)}
+
 
 def cells(registry: Registry, algorithms: Iterable[str] = (), generators: Iterable[str] = ()) -> Iterator[Cell]:
     """Yield all cells of algorithms and generators, of all if none are given."""
     generators = sorted(generators or registry.offers("generators"))
     for algorithm in sorted(algorithms or registry.offers("algorithms")):
-        online = "rollouts" in facts_of(algorithm, registry).inputs
+        online = "rollouts" in facts_of(Combination(algorithm), registry).inputs
         for layout in LAYOUTS:
             for lora in (False, True):
                 yield from (Cell(algorithm, layout, lora, one) for one in (generators if online else [""]))
 
 
-def always(cell: Cell, registry: Registry) -> bool:
-    """Return whether every session runs a cell: on up to two ranks, of each algorithm and layout one of full training
-    and LoRA.
-    """
-    if cell.layout.ranks > 2 or (cell.generator == "megatron" and cell.algorithm != "grpo"):
-        return False
-    algorithms = sorted(registry.offers("algorithms"))
-    both = not any(refusals(evolve(cell, lora=lora), registry) for lora in (False, True))
-    return not both or (algorithms.index(cell.algorithm) + LAYOUTS.index(cell.layout) + cell.lora) % 2 == 0
-
-
-def facts_of(algorithm: str, registry: Registry) -> AlgorithmFacts:
-    """Return the facts of an algorithm at its defaults."""
-    component = registry.find("algorithms", algorithm).component
-    config = structure({}, component.config, registry)
-    found = resolve(component.facts)(config, ModelInfo("model", dict(DENSE)))
-    assert isinstance(found, AlgorithmFacts)
-    return found
+@functools.cache
+def always(registry: Registry) -> frozenset[Cell]:
+    """Return the cells that do not wait for the session `support`: of those on up to two ranks a few with all pairs."""
+    small = [cell for cell in cells(registry) if cell.layout.ranks <= 2 and not refusals(cell, registry)]
+    kinds = [[cell for cell in small if cell.needs == needs] for needs in {cell.needs for cell in small}]
+    return frozenset(cell for kind in kinds for cell in covering(kind))
 
 
 def sections(cell: Cell, registry: Registry) -> dict[str, Any]:
     """Return the sections of a config that runs a cell, with the roles that the algorithm asks for."""
-    layout, needs = cell.layout, facts_of(cell.algorithm, registry).roles
+    layout = cell.layout
     head = {"head": "value"} if cell.algorithm == "rm" else {"reference": True}
     own = {"use": layout.backend, "parallel": dict(layout.sizes)}
     backend = {**own, **head, **({"lora": dict(LORA)} if cell.lora else {})}
-    roles = {name: {**own, **({"head": "value"} if "values" in need.outputs else {})} for name, need in needs.items()}
+    roles = asked_roles(facts_of(Combination(cell.algorithm), registry), own)
     group, generator = ["backend", *roles], {"use": cell.generator} if cell.generator else None
+    if cell.generator in ENGINES:
+        generator = {"use": cell.generator, "cache_gib": 0.125}
     if cell.in_place:
         group.append("generator")
         generator = {"use": "megatron", "parallel": dict(layout.sizes), "cache_gib": 0.01}
@@ -180,7 +191,7 @@ class Collected:
     """Its file and function."""
     parameters: str
     always: bool
-    """Whether sessions run it beside `nox -s support`."""
+    """Whether a session runs it beside `support`."""
 
 
 @functools.cache
@@ -229,7 +240,7 @@ def page(registry: Registry, algorithms: Iterable[str], generators: Iterable[str
             counts.update("refused" if m[0].isdigit() else NO_TEST if NO_TEST in m else "test" for m in found)
             row = (f"`{layout.backend}`", layout.name, "LoRA" if lora else "full", *found)
             lines.append(f"| {' | '.join(row)} |")
-    below = [f"- {letter(at)}: `{test}`" for at, test in enumerate(tests)]
+    below = [f"- {letter(at)}: {test}" for at, test in enumerate(tests)]
     numbered = [f"{at}. {note}" for at, note in enumerate(notes, 1)]
     numbers = f"Of {counts.total()} cells tests run {counts['test']}, the plan refuses {counts['refused']}, and "
     numbers += f"{counts[NO_TEST]} fit the plan and have no test."
@@ -243,7 +254,10 @@ def mark(cell: Cell, registry: Registry, notes: list[str], tests: list[str]) -> 
         return ", ".join(str(notes.index(one) + 1) for one in problems)
     if (found := collected().get(cell.name)) is None:
         return f"*{NO_TEST}*"
-    test = f"{found.test}[{'CELL' if found.parameters == cell.name else found.parameters}]"
+    often, every = cell.sessions
+    test = (
+        f"`{found.test}[{'CELL' if found.parameters == cell.name else found.parameters}]`, in `{often}` and `{every}`"
+    )
     if test not in tests:
         tests.append(test)
     name = letter(tests.index(test))

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from whet.component import GeneratorFacts
 from whet.data.records import Completion, Request, Sampling
+from whet.errors import WhetError
 from whet.interfaces.workers import RoleContext
 from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig, facts
 from whet_megatron.generator.handle import MegatronGenerator
@@ -111,3 +112,28 @@ def test_a_request_that_the_cache_never_holds_is_refused_alone(folders: Any, tmp
     generator.close()
     assert "generator.cache_gib" in str(large)
     assert len(small.tokens) == 4
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["sleeps", "closed"])
+def test_a_request_that_was_under_way_is_served_after_a_sleep_and_fails_after_a_close(
+    ends: bool, folders: Any, tmp_path: Path
+) -> None:
+    generator = MegatronGenerator(OWN, make_context(tmp_path, "generator", folders("qwen3")))
+
+    async def ask() -> Completion:
+        asked = asyncio.create_task(generator.generate(Request("r", np.arange(5, 9), Sampling(4), seed=0)))
+        await asyncio.sleep(0)  # the request is on its way to the thread
+        _ = generator.close() if ends else generator.sleep()
+        await asyncio.sleep(0)
+        if not ends:
+            generator.wake()
+        return await asyncio.wait_for(asked, 60)
+
+    try:
+        if ends:
+            with pytest.raises(WhetError, match="request r comes after the generator was closed"):
+                asyncio.run(ask())
+        else:
+            assert len(asyncio.run(ask()).tokens) == 4
+    finally:
+        generator.close()

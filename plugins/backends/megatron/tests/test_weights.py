@@ -1,5 +1,8 @@
 """Stored weights to parts of ranks and back, by the rules of each family; and the shim that Megatron runs with."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -112,3 +115,22 @@ def test_the_shim_leaves_torch_as_it_was():
     assert look() == before
     with pytest.raises((RuntimeError, AssertionError)):
         torch.empty(1, device="cuda")
+
+
+def test_the_shim_serves_threads_that_enter_and_leave_it_at_any_time():
+    before, entered, leave = torch.cuda.current_device, threading.Event(), threading.Event()
+
+    def outer():
+        with on_cpu():
+            entered.set()
+            assert leave.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(outer)
+        assert entered.wait(60)
+        with on_cpu():  # while the other thread is in it
+            assert torch.empty(1, device="cuda").device.type == "cpu"
+            leave.set()
+            first.result()
+            assert torch.cuda.current_device() == torch.device("cpu")  # after the other thread has left it
+    assert torch.cuda.current_device is before

@@ -9,6 +9,7 @@ Megatron names CUDA directly. While `on_cpu` is entered, the names that it uses 
 Outside of it they are torch's own, so other code in the process sees no difference.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -17,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
+from attrs import define, field
 from torch.overrides import TorchFunctionMode
 
 from whet_megatron.layers import refuse_broken
@@ -101,34 +103,64 @@ _CUDA: dict[str, Any] = {
 }
 
 
-_depth = 0
+@define(eq=False)
+class _Patched:
+    """The names that are replaced, which all threads see, and how many threads need them."""
+
+    names: ExitStack = field(factory=ExitStack)
+    threads: int = 0
+    lock: threading.Lock = field(factory=threading.Lock)
+
+
+_patched = _Patched()
+_here = threading.local()
+"""`entered`: whether this thread has entered `on_cpu`."""
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Answer for the CPU wherever Megatron names CUDA. May be entered again while it is entered."""
-    global _depth
-    if torch.cuda.is_available() or _depth:
+    """Answer for the CPU wherever Megatron names CUDA. May be entered again while it is entered, and in many threads:
+    with inline workers, a backend and a generator compute in different threads.
+    """
+    if torch.cuda.is_available() or getattr(_here, "entered", False):
         yield
         return
     refuse_broken()
     # Some modules of it compile functions when they are imported, which lists torch's functions by name.
     import_module("whet_megatron.ahead")
-    with ExitStack() as stack:
-        for name, value in _CUDA.items():
-            stack.enter_context(patch.object(torch.cuda, name, value))
-        import megatron.core.tensor_parallel.random as randomness
-
-        stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self))
-        stack.enter_context(patch.object(randomness, "_get_cuda_rng_state", _random_state))
-        stack.enter_context(patch.object(randomness, "_set_cuda_rng_state", _set_random_state))
-        _patch_experts(stack)
-        stack.enter_context(_CudaToCpu())
-        _depth += 1
+    with _names(), _CudaToCpu():
+        _here.entered = True
         try:
             yield
         finally:
-            _depth -= 1
+            _here.entered = False
+
+
+@contextmanager
+def _names() -> Iterator[None]:
+    """Replace names of modules as long as any thread needs it."""
+    with _patched.lock:
+        if not _patched.threads:
+            _patch(_patched.names)
+        _patched.threads += 1
+    try:
+        yield
+    finally:
+        with _patched.lock:
+            _patched.threads -= 1
+            if not _patched.threads:
+                _patched.names.close()
+
+
+def _patch(stack: ExitStack) -> None:
+    import megatron.core.tensor_parallel.random as randomness
+
+    for name, value in _CUDA.items():
+        stack.enter_context(patch.object(torch.cuda, name, value))
+    stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self))
+    stack.enter_context(patch.object(randomness, "_get_cuda_rng_state", _random_state))
+    stack.enter_context(patch.object(randomness, "_set_cuda_rng_state", _set_random_state))
+    _patch_experts(stack)
 
 
 def as_on_gpu(method: Callable[P, T]) -> Callable[P, T]:

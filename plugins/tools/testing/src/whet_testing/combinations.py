@@ -2,17 +2,18 @@
 
 - `combinations(registry)`: every choice of parts
 - `reasons(one, base, registry)`: the problems that `whet check` reports; empty where the parts fit
+- `facts_of(one, registry)`, `asked_roles(facts, like)`: what its algorithm asks for besides
 - `covering(fitting)`: a few combinations in which every fitting pair of parts occurs
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import attrs
 from attrs import frozen
 
-from whet.component import Kind
+from whet.component import AlgorithmFacts, Kind, resolve
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -23,6 +24,16 @@ from whet.plan.roles import make_roles
 from whet.plugins.registry import Registry
 from whet_testing.contracts.component import MODEL
 
+
+class Paired(Protocol):
+    """Choices that are made together, two by two."""
+
+    def pairs(self) -> set[Any]:
+        """Return every pair of two choices."""
+        ...
+
+
+T = TypeVar("T", bound=Paired)
 SLOTS: Mapping[str, Kind] = {
     "loss": "losses", "advantages": "advantages", "filters": "filters", "value_loss": "losses",
 }  # fmt: skip
@@ -91,8 +102,23 @@ def reasons(
     return [str(problem) for problem in (*registry.problems(config), *problems)]
 
 
-def covering(fitting: Iterable[Combination]) -> list[Combination]:
-    """Return a few of the given combinations in which every pair of parts of the given ones occurs.
+def facts_of(one: Combination, registry: Registry, model: ModelInfo = MODEL) -> AlgorithmFacts:
+    """Return the facts of the algorithm of a combination. All other keys have their defaults."""
+    component = registry.find("algorithms", one.algorithm).component
+    keys = {key: value for key, value in one.section().items() if key != "use"}
+    found = resolve(component.facts)(structure(keys, component.config, registry), model)
+    assert isinstance(found, AlgorithmFacts)
+    return found
+
+
+def asked_roles(facts: AlgorithmFacts, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `roles` of a config: the models that an algorithm asks for, each with the keys of `like`."""
+    heads = {name: {"head": "value"} if "values" in need.outputs else {} for name, need in facts.roles.items()}
+    return {name: {**like, **head} for name, head in heads.items()}
+
+
+def covering(fitting: Iterable[T]) -> list[T]:
+    """Return a few of the given combinations in which every pair of the given ones occurs.
 
     The choice is greedy: each combination taken adds the most pairs that are still missing.
     """

@@ -147,10 +147,15 @@ class MegatronGenerator:
             raise
 
     def _send(self) -> None:
+        sent, self._outbox = self._outbox, []
         with self._changed:
-            self._waiting += self._outbox
-            self._outbox.clear()
-            self._changed.notify_all()
+            if not self._closed:
+                self._waiting += sent
+                self._changed.notify_all()
+                return
+        for one in sent:  # the thread that would fail them has ended, or is about to
+            if one.future.set_running_or_notify_cancel():
+                one.future.set_exception(WhetError(f"request {one.request.id} comes after the generator was closed"))
 
     def _accepted(self, request: Request) -> _Waiting:
         limit = completion_limit(
@@ -195,7 +200,9 @@ class MegatronGenerator:
     def wake(self) -> None:
         """Take the memory again."""
         self._order(_Order(lambda: self._workers.call("wake", phase="wake"))).result()
-        self._asleep = False
+        with self._changed:
+            self._asleep = False
+            self._changed.notify_all()  # requests may have arrived since the thread last looked
 
     def close(self) -> None:
         """End the workers. Safe to call twice."""
