@@ -125,7 +125,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         notes=tuple(notes(config, model)),
         packages=(fp8.ENGINE,) if config.fp8 or config.layers == "transformer-engine" else (),
         columns_wanted=config.experts.columns,
-        forecast=forecast(config, model) if fits and config.lora is None else None,
+        forecast=forecast(config, model) if fits and not any(_of_lora(config.lora, model)) else None,
     )
 
 
