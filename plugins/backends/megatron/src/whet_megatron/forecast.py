@@ -38,6 +38,8 @@ CHUNK_BYTES = 128 << 20
 """See `whet_ops.logprobs`, which imports torch."""
 BUCKET_BYTES = 256 << 20
 """See `whet_weights.bucket_stream`."""
+PROCESS_BYTES = 24 << 20
+"""What allocator and libraries of a process on a CPU take beside tensors: 16 to 49 MiB were measured."""
 
 
 def sizes_of(config: MegatronConfig, ranks: int) -> Sizes:
@@ -150,7 +152,8 @@ def formulas(case: Case) -> Peaks:
     gradients = 4 * sum(stage.trained)
     shared = memory.state(config.parallel, case.sizes.ranks, *stage.trained, sharded=config.optimizer.distributed)
     state = (12 if stage.low and stage.full else 8) * shared
-    idle, gpu = frozen + gradients + state, case.device == "gpu"
+    gpu = case.device == "gpu"
+    idle = frozen + gradients + state + PROCESS_BYTES * (not gpu)
     matrix = stage.rows * config.parallel.tensor * model.hidden
     whole = 4 * max(matrix, 3 * model.hidden * model.mlp)  # gathered, and beside it that of other stages
     peaks: dict[str, Peak] = {
@@ -280,7 +283,10 @@ def _feed_forward(stage: Stage) -> float:
         return number * (5 - fused) * model.mlp / stage.of.tensor
     # Tokens of all tensor parallel ranks meet at the experts of one of them, each as often as it has experts there.
     copies = model.experts_per_token / stage.of.tensor if stage.outer > 1 else model.experts_per_token
-    return number * copies * (model.hidden + (6 - fused) * model.expert_mlp) + 5 * model.experts
+    kept = (5 - fused) * model.expert_mlp  # without what the gradients of weights need
+    if stage.full or not stage.case.trained:
+        kept += model.hidden + model.expert_mlp
+    return number * copies * kept + 5 * model.experts
 
 
 def _attention_sums(stage: Stage) -> int:
