@@ -212,7 +212,7 @@ class Adapters(AdapterSets):
             return None
         half, axis = pair[end == peft.B].detach(), self._splits[f"{module}.weight"].axis(end)
         if axis is None:
-            return half.clone()
+            return half.clone(memory_format=torch.contiguous_format)  # else gloo would add up what lies elsewhere
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(half, memory_format=torch.contiguous_format) for _ in range(group.size())]
         torch.distributed.all_gather(parts, half.contiguous(), group=group)
