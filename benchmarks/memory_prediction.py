@@ -115,10 +115,16 @@ MEGATRON = [
     of_megatron("llama, pipeline 4", LLAMA, 4, 6, parallel={"pipeline": 4}),
     of_megatron("qwen3_moe", MOE),
     of_megatron("qwen3_moe, expert 2", MOE, 2, parallel={"expert": 2}),
+    of_megatron("llama, LoRA of rank 16", LLAMA, lora={"rank": 16}),
+    of_megatron("llama, LoRA of rank 64, tensor 2", LLAMA, 2, tokens=2048, parallel=TENSOR, lora={"rank": 64}),
+    of_megatron("llama, LoRA, bfloat16", LLAMA, 2, 4, dtype="bfloat16", parallel={"pipeline": 2}, lora={"rank": 16}),
+    of_megatron("qwen3, LoRA, checkpointing", QWEN3, tokens=2048, **CHECKPOINTING, lora={"rank": 32}),
+    of_megatron("qwen3_moe, LoRA", MOE, lora={"rank": 16}),
 ]
 SMALL_MEGATRON = [
     of_megatron("llama, tensor 2, sequence", HALF, 2, tokens=1024, parallel=TENSOR),
     of_megatron("llama, pipeline 2", HALF, 2, 3, parallel={"pipeline": 2}),
+    of_megatron("llama, LoRA of rank 16", HALF, lora={"rank": 16}),
 ]
 
 

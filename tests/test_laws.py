@@ -263,8 +263,8 @@ def test_a_plugin_is_named_after_its_thing(plugin: Path) -> None:
     hooks, commands = list(entry_points(plugin, "whet").values()), entry_points(plugin, "whet.commands")
     assert hooks in ([f"{package(plugin)}.hooks"], [])
     assert hooks or (commands and plugin in TOOLS) or package(plugin) in LIBRARIES
-    reads_checkpoints = ROOT / "plugins" / "backends" in plugin.parents and set(commands) == {"import"}
-    assert plugin in TOOLS or package(plugin) in LIBRARIES or reads_checkpoints or not commands
+    converts = ROOT / "plugins" / "backends" in plugin.parents and set(commands) <= {"import", "to-megatron"}
+    assert plugin in TOOLS or package(plugin) in LIBRARIES or converts or not commands
     assert {target.partition(".")[0] for target in commands.values()} <= {package(plugin)}
     assert (ROOT / "plugins" / "environments" in plugin.parents) == found["name"].startswith("whet-env-")
 

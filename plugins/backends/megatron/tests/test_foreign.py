@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from argparse import Namespace
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from whet.data.model_info import read_model
 from whet.errors import CheckpointError
 from whet_megatron import foreign
-from whet_megatron.cli import import_
+from whet_megatron.cli import import_, to_megatron
 from whet_megatron.cpu_shim import on_cpu
 from whet_megatron.index import read_index
 from whet_testing.reference import Reference
@@ -30,6 +31,32 @@ def write_checkpoint(folder, config, batch, *, dtype=torch.float32, apart=False)
 
     `apart`: with names for each layer, as Megatron writes models whose layers differ.
     """
+    with one_rank():
+        model = _model(config, dtype)
+        _save(model, folder, apart)
+        return _logprobs(model, batch, config["vocab_size"])
+
+
+def read_checkpoint(folder, config, batch):
+    """Load a checkpoint as Megatron-LM does, with its own modules and functions. Return the logprobs [N] of a batch."""
+    from megatron.core import dist_checkpointing
+
+    with one_rank():
+        common = dist_checkpointing.load_common_state_dict(folder)
+        kept = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+        model = _model(config, torch.float32)
+        state = {"model": model.sharded_state_dict(metadata=kept)}
+        for part in state["model"].values() if model.config.num_moe_experts else ():  # as Transformer Engine's layers
+            part.key = part.key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+        found = dist_checkpointing.load(state, folder, strict="raise_all")
+        model.load_state_dict(found["model"], strict=True)
+        assert common["args"].num_layers == config["num_hidden_layers"]
+        return _logprobs(model, batch, config["vocab_size"])
+
+
+@contextmanager
+def one_rank():
+    """Run Megatron's groups of one rank in this process."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -39,10 +66,8 @@ def write_checkpoint(folder, config, batch, *, dtype=torch.float32, apart=False)
         try:
             parallel_state.initialize_model_parallel()
             model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-            model = _model(config, dtype)
-            _save(model, folder, apart)
             with torch.no_grad():
-                return _logprobs(model, batch, config["vocab_size"])
+                yield
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
@@ -187,6 +212,30 @@ def test_a_checkpoint_of_a_run_of_two_ranks_is_imported_as_it_is_exported(build,
         backend.close()
         found = dict(foreign.stored(str(tmp_path / name), read_model(folders(name))))
         assert_bitwise(found, weights_of(tmp_path / name / "export"))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CASES])
+def test_megatron_begins_with_a_folder_that_is_written_for_it(folders, make_batch, tmp_path, name):
+    result = CliRunner().invoke(to_megatron, [str(folders(name)), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / foreign.TRACKER).read_text() == "release"
+    assert_bitwise(dict(foreign.stored(str(tmp_path / "out"), read_model(folders(name)))), weights_of(folders(name)))
+    batch, reference = make_batch(), Reference(folders(name))
+    parts = (batch.take([i]) for i in range(batch.sequences))
+    expected = np.concatenate([np.where(one["loss_mask"], reference.logprobs(one["tokens"]), 0) for one in parts])
+    config = json.loads((folders(name) / "config.json").read_text())
+    found = read_checkpoint(str(tmp_path / "out" / "release"), config, batch)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_a_folder_with_other_weights_than_its_config_says_is_not_written_for_megatron(folders, tmp_path):
+    other = shutil.copytree(folders("qwen3"), tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
+    result = CliRunner().invoke(to_megatron, [str(other), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "q_proj" in result.output
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_norms_are_found_under_the_names_of_transformer_engines_layers_too(build, written, make_batch, tmp_path):

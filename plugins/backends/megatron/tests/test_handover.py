@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from whet_megatron.config import MegatronConfig
 from whet_megatron.parallel import Grid, ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.stored_weights import assert_bitwise, weights_of
+from whet_training.lora_config import LoraConfig, adapter_info
 from whet_weights import transfer
 from whet_weights.driver import Streams
 
@@ -74,17 +76,44 @@ def test_ranks_that_own_different_weights_broadcast_one_after_another(build, fol
         driver.close()
 
 
-class MeasuredGroup:
-    """Spawns workers that measure what they hold while they send."""
+class OtherGroup:
+    """Spawns workers of a file beside this one."""
 
-    def __init__(self, whole):
-        self._whole = whole
+    def __init__(self, whole, worker):
+        self._whole, self._worker = whole, worker
 
     def __getattr__(self, name):
         return getattr(self._whole, name)
 
     def spawn(self, target, arguments):
-        return self._whole.spawn(f"file:{Path(__file__).parent / 'measured.py'}:Measured", arguments)
+        return self._whole.spawn(f"file:{Path(__file__).parent / self._worker}", arguments)
+
+
+@contextmanager
+def built(place, folder, tmp_path, worker, config):
+    """Build a backend of other workers, and close it."""
+    context = make_context(tmp_path / "role", "backend", folder, place)
+    object.__setattr__(context, "worker_group", OtherGroup(place, worker))
+    backend = MegatronBackend(config, context)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "lora"), [("tensor", None), ("pipeline", LoraConfig(rank=4))], ids=["weights", "adapter"]
+)
+def test_weights_that_do_not_lie_one_number_after_another_are_sent_right(place, folders, tmp_path, axis, lora):
+    """Gloo adds up and broadcasts the memory of a tensor as it lies, whatever its strides."""
+    config, folder = MegatronConfig(parallel=ParallelConfig(**{axis: 2}), lora=lora), folders("llama")
+    info = None if lora is None else adapter_info(lora)
+    specs = [TransferSpec("shared-memory", str(tmp_path / name), name, 1, adapter=info) for name in ("before", "after")]
+    with built(place(2), folder, tmp_path, "strided.py:Strided", config) as backend:
+        before = received(backend, specs[0])
+        backend._workers.call("stride")
+        assert_bitwise(received(backend, specs[1]), before)
 
 
 @pytest.mark.slow
@@ -98,18 +127,13 @@ class MeasuredGroup:
     ],
     ids=str,
 )
-def test_no_rank_holds_more_than_its_part_and_one_bucket(cluster, build, folders, tmp_path, name, sizes, share):
+def test_no_rank_holds_more_than_its_part_and_one_bucket(place, folders, tmp_path, name, sizes, share):
     """A bucket here: the gathered parts of one parameter, and the stored weights that are made of them."""
     ranks = 4 if len(sizes) == 2 else 2
-    build(name, ranks, sizes).close()  # keeps the processes
     folder = folders(name, layers=4)
-    context = make_context(tmp_path / "role", "backend", folder, cluster.worker_group(f"backend{ranks}", ranks))
-    object.__setattr__(context, "worker_group", MeasuredGroup(context.worker_group))
-    backend = MegatronBackend(MegatronConfig(parallel=ParallelConfig(**sizes)), context)
-    try:
+    config = MegatronConfig(parallel=ParallelConfig(**sizes))
+    with built(place(ranks), folder, tmp_path, "measured.py:Measured", config) as backend:
         found = backend._workers.call("measure", phase="weight_sync")
-    finally:
-        backend.close()
     expected = weights_of(folder)
     whole = sum(tensor.nbytes for tensor in expected.values())
     assert sorted(name for one in found for name in one["names"]) == sorted(expected)

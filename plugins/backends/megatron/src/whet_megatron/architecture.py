@@ -7,13 +7,14 @@ A family of models is a row of `FAMILIES`. A package offers a further one by an 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import product
 from typing import Any
 
 from attrs import field, frozen
 
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
-from whet_megatron.rules import DENSE, MIXTRAL, QWEN_MOE, Rule
+from whet_megatron.rules import DENSE, MIXTRAL, QWEN_MOE, VALUE_HEAD, Rule
 
 GROUP = "whet_megatron.families"
 
@@ -47,6 +48,19 @@ class Architecture:
     """Values of an expert."""
     normalize_chosen: bool = True
     """Whether the weights of a token's chosen experts add up to 1."""
+
+    def numbers(self, rule: Rule) -> Iterator[tuple[int, int]]:
+        """Yield the layer and the expert of each parameter of a rule, 0 where its name has no such number."""
+        layers = range(self.layers if "{layer}" in rule.name else 1)
+        return product(layers, range(self.experts if "{expert}" in rule.name else 1))
+
+    def has(self, rule: Rule) -> bool:
+        """Return whether a language model has the parameters of a rule of its family."""
+        if rule.name == VALUE_HEAD.name:
+            return not self.tied
+        if rule.name.endswith("linear_qkv.bias"):
+            return self.qkv_bias
+        return self.qk_norm or not rule.name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
 
 Config = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""`whet import`: write a checkpoint of Megatron as a model folder."""
+"""`whet import` and `whet to-megatron`: checkpoints of Megatron as model folders, and back."""
 
 import click
 
@@ -19,3 +19,18 @@ def import_(checkpoint: str, out: str, model: str) -> None:
 
     import_model(checkpoint, out, model)
     click.echo(f"wrote {out}: the weights of {checkpoint}")
+
+
+@click.command("to-megatron", cls=Command, short_help="Write a model folder as a checkpoint of Megatron.")
+@click.argument("model", type=click.Path())
+@click.argument("out", type=click.Path())
+def to_megatron(model: str, out: str) -> None:
+    """Write the weights of the model folder MODEL to the folder OUT, with which Megatron-LM starts.
+
+    OUT has the format torch_dist, which loads with any parallelism. The weights keep their dtype and their bits. One
+    weight is in memory at a time, and no GPU is needed. MODEL may be the export of a run.
+    """
+    from whet_megatron.release import write_release
+
+    write_release(model, out)
+    click.echo(f"wrote {out}: the weights of {model}")

@@ -17,12 +17,12 @@ from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
 from whet_megatron.fp8 import Fp8Config
 from whet_megatron.lent import TRANSPORT
-from whet_megatron.lora_targets import linears
+from whet_megatron.lora_targets import adapted, linears
 from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import outputs_of
-from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters, unmatched
+from whet_training.lora_config import LoraConfig, adapter_info, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
 
@@ -108,7 +108,7 @@ class MegatronConfig:
 
 def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, what does not divide, and the memory of one rank."""
-    fits = not any(refusals(model))
+    fits = not any(refusals(model)) and not any(_of_lora(config.lora, model))
     held = {"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}
     return BackendFacts(
         outputs_given=outputs_of(config.head, config.teacher),
@@ -125,7 +125,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         notes=tuple(notes(config, model)),
         packages=(fp8.ENGINE,) if config.fp8 or config.layers == "transformer-engine" else (),
         columns_wanted=config.experts.columns,
-        forecast=forecast(config, model) if fits and config.lora is None else None,
+        forecast=forecast(config, model) if fits else None,
     )
 
 
@@ -146,7 +146,8 @@ def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: boo
         sharded=config.optimizer.distributed, trained=trained and lora is None, value=config.head == "value",
     )  # fmt: skip
     if lora is not None:
-        yield from memory.adapter(config.parallel, adapter_parameters(lora, model))
+        stages = (adapted(lora, model, config.parallel, stage) for stage in range(config.parallel.pipeline))
+        yield from memory.adapter(max(sum(one.parameters for one in stage) for stage in stages))
     if config.teacher:  # one that is not here counts as large as the trained model
         found = teacher_of(config, model)
         held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)

@@ -10,6 +10,9 @@ Transformer Engine, whose kernels no CPU has):
     feed-forward    3 b I                                 5 b I
     experts         b k (H + 4 I), k experts a token      b k (H + 6 I)
 
+    with adapters   the weights are frozen: a layer keeps its input for its adapters alone, a norm what it turns, and
+                    where an adapter follows, the norm is computed for it once more
+
     selective       without the mask and the sums of attention
     checkpointing   b H
 
@@ -27,6 +30,7 @@ from whet.data.model_info import DTYPE_BYTES
 from whet_megatron import memory
 from whet_megatron.architecture import Architecture, read
 from whet_megatron.config import MegatronConfig, teacher_of
+from whet_megatron.lora_targets import Adapted, adapted
 from whet_megatron.parallel import ParallelConfig, padded_rows
 from whet_memory.case import Case, Peak, Peaks, Saving, Sizes
 
@@ -34,6 +38,8 @@ CHUNK_BYTES = 128 << 20
 """See `whet_ops.logprobs`, which imports torch."""
 BUCKET_BYTES = 256 << 20
 """See `whet_weights.bucket_stream`."""
+PROCESS_BYTES = 24 << 20
+"""What allocator and libraries of a process on a CPU take beside tensors: 16 to 49 MiB were measured."""
 
 
 def sizes_of(config: MegatronConfig, ranks: int) -> Sizes:
@@ -72,9 +78,46 @@ class Stage:
         return self.case.device == "cpu" or self.config.layers == "test"
 
     @property
+    def layers(self) -> int:
+        """Return the decoder layers of this stage."""
+        return self.model.layers // self.of.pipeline
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of each adapter. 0: there is none."""
+        return self.config.lora.rank if self.config.lora is not None else 0
+
+    @property
     def last(self) -> bool:
         """Return whether this is the last stage, which has the head."""
         return self.case.stage == self.of.pipeline - 1
+
+    @property
+    def adapted(self) -> tuple[Adapted, ...]:
+        """Return the layers with adapters. Without adapters, and of a model that is not trained, there are none."""
+        lora = self.config.lora if self.case.trained else None
+        return tuple(adapted(lora, self.case.model, self.of, self.case.stage)) if lora else ()
+
+    @property
+    def full(self) -> bool:
+        """Return whether all weights are trained."""
+        return self.case.trained and self.config.lora is None
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Return the trained parameters of this rank: those that all data-parallel ranks share, and those of experts
+        that are over ranks.
+        """
+        if not self.case.trained:
+            return 0, 0
+        if self.config.lora is not None:
+            return sum(one.parameters for one in self.adapted) + self.value * self.last * self.model.hidden, 0
+        return self.held
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Return the parameters of this rank outside of experts, and those of experts. Adapters do not count."""
+        return memory.held(self.of, self.model, self.config.vocabulary_multiple, self.case.stage, value=self.value)
 
     @property
     def value(self) -> bool:
@@ -102,24 +145,28 @@ def formulas(case: Case) -> Peaks:
     config = structure(dict(case.settings), MegatronConfig, None)
     model = read(case.model)
     stage = Stage(case, config, model)
-    dense, sparse = memory.held(config.parallel, model, config.vocabulary_multiple, case.stage, value=stage.value)
-    frozen = stage.number * (1 + config.reference) * (dense + sparse) + _teacher(stage)
-    gradients = 4 * (dense + sparse) if case.trained else 0
-    shared = memory.state(config.parallel, case.sizes.ranks, dense, sparse, sharded=config.optimizer.distributed)
-    state = (12 if stage.low else 8) * shared if case.trained else 0
-    idle, gpu = frozen + gradients + state, case.device == "gpu"
+    copies = 1 + (config.reference and config.lora is None)
+    frozen = stage.number * copies * sum(stage.held) + _teacher(stage)
+    if config.lora is not None:  # in float32, so that AdamW has no copies
+        frozen += 4 * sum(stage.trained)
+    gradients = 4 * sum(stage.trained)
+    shared = memory.state(config.parallel, case.sizes.ranks, *stage.trained, sharded=config.optimizer.distributed)
+    state = (12 if stage.low and stage.full else 8) * shared
+    gpu = case.device == "gpu"
+    idle = frozen + gradients + state + PROCESS_BYTES * (not gpu)
     matrix = stage.rows * config.parallel.tensor * model.hidden
     whole = 4 * max(matrix, 3 * model.hidden * model.mlp)  # gathered, and beside it that of other stages
     peaks: dict[str, Peak] = {
         # Trained weights are copied into Megatron's buffer, beside which that of gradients is there already.
-        "loading": Peak(frozen + gradients + (stage.number * (dense + sparse) if case.trained else 0)),
+        "loading": Peak(frozen + gradients + stage.number * sum(stage.trained)),
         "idle": Peak(idle),
-        "weight_sync": Peak(idle + whole * (case.sizes.ranks > 1) + BUCKET_BYTES * gpu),
+        "weight_sync": Peak(idle + whole * (case.sizes.ranks > 1 or bool(stage.adapted)) + BUCKET_BYTES * gpu),
         "asleep": Peak(0, frozen + state if gpu else 0),
     }
     if case.trained:
-        peaks["train"] = Peak(idle + _training(stage))
-        peaks["optimizer"] = Peak(idle + _stepping(stage, shared))
+        peaks["train"] = Peak(idle + max(_training(stage), _copied(stage, 4)))
+        number = stage.number if stage.full else 4
+        peaks["optimizer"] = Peak(idle + max(_stepping(stage, shared), _copied(stage, number)))
     else:
         peaks["score"] = Peak(idle + max(_passing(stage), _head(stage, backward=False)))
     return peaks  # type: ignore[return-value]  # the keys are phases
@@ -156,6 +203,15 @@ def _training(stage: Stage) -> int:
     return max(kept + _gradients(stage), begins + (_head(stage, backward=True) if stage.last else 0))
 
 
+def _copied(stage: Stage, number: int) -> int:
+    """Return the bytes of the copy that gloo makes where the distributed optimizer adds gradients up, and where it
+    gathers weights: of all at once that the same ranks share. `number`: bytes of one of them.
+    """
+    if stage.case.device != "cpu" or not stage.config.optimizer.distributed:
+        return 0
+    return number * (sum if stage.of.expert == 1 else max)(stage.trained)
+
+
 def _run(stage: Stage) -> int:
     """Return the bytes that one run of layers keeps of one pass."""
     of, hidden = stage.of, stage.number * stage.tokens * stage.model.hidden // stage.outer
@@ -183,8 +239,7 @@ def _layer(stage: Stage) -> int:
     """Return the bytes of the activations of one layer that its backward pass needs."""
     model, number, tensor = stage.model, stage.number, stage.of.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    norm = (8 + number) if stage.plain else 2 * number
-    per_token = 2 * norm * model.hidden / stage.outer
+    per_token = _norms(stage) * model.hidden / stage.outer
     # Of all heads: queries, keys and values as one tensor, both rotated, the result, which the next product keeps.
     per_token += number * (2 * query + 3 * key) / tensor
     if model.qk_norm:
@@ -194,18 +249,44 @@ def _layer(stage: Stage) -> int:
     if stage.of.context > 1:  # keys and values of all ranks
         per_token += 2 * number * key * stage.of.context / tensor
     per_token += _feed_forward(stage)
-    return round(per_token * stage.tokens) + _attention_sums(stage)
+    if stage.adapted:
+        per_token += number * stage.rank * sum(one.count for one in stage.adapted) / stage.layers
+    return round(per_token * stage.tokens) + _attention_sums(stage) + _adapters(stage)
+
+
+def _norms(stage: Stage) -> float:
+    """Return the bytes that both norms of a layer keep of a number of a token."""
+    number = stage.number
+    if stage.full or not stage.case.trained:
+        return 2 * ((8 + number) if stage.plain else 2 * number)
+    again = sum(one.rule.cut != "columns" for one in stage.adapted) / stage.layers
+    if stage.plain:
+        return 2 * 4 + again * (number + 4 * stage.low)
+    return (2 + again) * number
+
+
+def _adapters(stage: Stage) -> int:
+    """Return the bytes of the matrices that the adapters of one layer multiply with."""
+    if stage.config.lora is None or not stage.adapted:
+        return 0
+    numbers = sum(one.count * (one.inputs + one.outputs) for one in stage.adapted)
+    return round(stage.number * stage.config.lora.rank * numbers / stage.layers)
 
 
 def _feed_forward(stage: Stage) -> float:
     """Return the bytes that a token's feed-forward layer keeps."""
     model, number = stage.model, stage.number
-    fused = 0 if stage.plain else 2
+    fused: float = 0 if stage.plain else 2
     if not model.experts:
+        if stage.config.lora is not None:  # the input of the last matrix is kept for its adapter alone
+            fused += 1 - sum(one.rule.name.endswith("linear_fc2.weight") for one in stage.adapted) / stage.layers
         return number * (5 - fused) * model.mlp / stage.of.tensor
     # Tokens of all tensor parallel ranks meet at the experts of one of them, each as often as it has experts there.
     copies = model.experts_per_token / stage.of.tensor if stage.outer > 1 else model.experts_per_token
-    return number * copies * (model.hidden + (6 - fused) * model.expert_mlp) + 5 * model.experts
+    kept = (5 - fused) * model.expert_mlp  # without what the gradients of weights need
+    if stage.full or not stage.case.trained:
+        kept += model.hidden + model.expert_mlp
+    return number * copies * kept + 5 * model.experts
 
 
 def _attention_sums(stage: Stage) -> int:
@@ -221,7 +302,7 @@ def _attention_sums(stage: Stage) -> int:
 
 def _final(stage: Stage) -> int:
     """Return the bytes that the last norm keeps, and the hidden states that the head reads."""
-    norm = (8 + stage.number) if stage.plain else 2 * stage.number
+    norm = (8 * stage.full + 4 * (not stage.full) + stage.number) if stage.plain else 2 * stage.number
     return stage.tokens * stage.model.hidden * norm // stage.outer + stage.number * stage.tokens * stage.model.hidden
 
 
@@ -231,6 +312,7 @@ def _gradients(stage: Stage) -> int:
     width = model.experts_per_token * model.expert_mlp if model.experts else model.mlp / tensor
     one = 3 * model.hidden * model.expert_mlp if model.experts else 2 * model.hidden * model.mlp / tensor
     tied = stage.rows * model.hidden if model.tied and stage.of.pipeline == 1 and not stage.value else 0
+    one, tied = (one, tied) if stage.full else (0, 0)
     return round(stage.number * (stage.tokens * (2 * model.hidden + 3 * width) + one + tied))
 
 
@@ -258,6 +340,8 @@ def _head(stage: Stage, *, backward: bool) -> int:
     weight = stage.rows * stage.model.hidden
     if not backward:
         return forward
+    if not stage.full:
+        return max(forward, stage.number * stage.tokens * stage.model.hidden + again)
     gradient = 4 * weight + stage.number * stage.tokens * stage.model.hidden
     # The padding of the vocabulary is cut off, so the gradient is copied in the end.
     least = stage.low * (again - whole + 2 * weight)
@@ -271,6 +355,8 @@ def _stepping(stage: Stage, state: int) -> int:
     model, ends = stage.model, (0, stage.of.pipeline - 1)
     width = model.expert_mlp if model.experts else model.mlp // stage.of.tensor
     largest = max(2 * width, stage.rows if stage.case.stage in ends else 0) * model.hidden
+    if not stage.full:
+        largest = stage.rank * max((max(one.inputs, one.outputs) for one in stage.adapted), default=0)
     return 8 * min(largest, state)
 
 
@@ -281,7 +367,7 @@ def savings(case: Case) -> tuple[Saving, ...]:
 
 def _savings(case: Case, config: MegatronConfig) -> Iterator[Saving]:
     of, experts = config.parallel, case.model.experts
-    if case.trained and not config.optimizer.distributed:
+    if case.trained and config.lora is None and not config.optimizer.distributed:
         yield Saving("optimizer.distributed", True, "weights are gathered after each step")
     if of.tensor > 1 and not of.sequence:
         yield Saving("parallel.sequence", True, "nothing")

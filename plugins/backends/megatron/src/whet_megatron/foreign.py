@@ -6,7 +6,6 @@ are pickles.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,8 @@ class Foreign:
 
     def parameters(self, arch: Architecture, rules: Sequence[Rule]) -> Iterator[Part]:
         """Yield the parameters of a model that the checkpoint has."""
-        numbers = {"layer": range(arch.layers), "expert": range(arch.experts)}
         for rule in rules:
-            for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
+            for layer, expert in arch.numbers(rule):
                 part = Part(rule, *self._place(rule, layer, expert), layer, expert)
                 if part.name in self.shapes:
                     yield part
@@ -156,11 +154,11 @@ def stored(path: str, info: ModelInfo) -> Iterator[tuple[str, Tensor]]:
     """
     checkpoint, arch, family = Foreign(path), architecture.read(info), architecture.family(info)
     assert family is not None
-    rules = [rule for rule in family.rules if _belongs(rule, arch)]
+    rules = [rule for rule in family.rules if arch.has(rule)]
     parts = list(checkpoint.parameters(arch, rules))
     for rule in rules:
         count = sum(part.rule is rule for part in parts)
-        wanted = (arch.layers if "{layer}" in rule.name else 1) * (arch.experts if "{expert}" in rule.name else 1)
+        wanted = len(list(arch.numbers(rule)))
         if count != wanted:
             words = f"holds {count} of {wanted} parameters {rule.name}"
             raise CheckpointError(f"{checkpoint.folder} {words}; is it of the model whose config.json is given?")
@@ -168,15 +166,6 @@ def stored(path: str, info: ModelInfo) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         whole = read_slice(checkpoint.folder, checkpoint.index, part.name, part.lead)
         yield from zip(part.stored, (one.contiguous() for one in cuts.join(part.rule.cut, [whole], arch)), strict=True)
-
-
-def _belongs(rule: Rule, arch: Architecture) -> bool:
-    """Return whether a model has the parameters of a rule."""
-    if rule.name == HEAD:
-        return not arch.tied
-    if rule.name.endswith("linear_qkv.bias"):
-        return arch.qkv_bias
-    return arch.qk_norm or not rule.name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
 
 def _whole_shapes(checkpoint: Foreign, parts: Sequence[Part], arch: Architecture) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from whet_training.lora_config import LoraConfig, chosen
 from whet_weights import adapter as peft
 
 if TYPE_CHECKING:
-    from whet_megatron.lora_layers import ColumnForward, RowForward
+    from whet_megatron.lora_layers import AdaptedForward
 
 
 @frozen
@@ -57,7 +57,7 @@ class Adapters(AdapterSets):
         super().__init__(config, seed)
         self._weights, self._arch = weights, architecture
         self._splits: dict[str, Split] = {}
-        self._layers: dict[str, ColumnForward | RowForward] = {}
+        self._layers: dict[str, AdaptedForward] = {}
         """By the first stored name of their weights."""
         names = linears(weights.rules, architecture)
         self.targets = chosen(config.targets, names, model_class) if config.targets else names
@@ -99,7 +99,7 @@ class Adapters(AdapterSets):
                 self._add(name, Split("in" if one.rule.cut == "columns" else "out", rows, columns), one.parameter)
         if not adapted:
             return
-        layer: ColumnForward | RowForward
+        layer: AdaptedForward
         if one.rule.cut == "columns":
             layer = RowForward(self, module, one.stored[0])
         else:
@@ -212,7 +212,7 @@ class Adapters(AdapterSets):
             return None
         half, axis = pair[end == peft.B].detach(), self._splits[f"{module}.weight"].axis(end)
         if axis is None:
-            return half.clone()
+            return half.clone(memory_format=torch.contiguous_format)  # else gloo would add up what lies elsewhere
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(half, memory_format=torch.contiguous_format) for _ in range(group.size())]
         torch.distributed.all_gather(parts, half.contiguous(), group=group)

@@ -12,6 +12,7 @@ it, g gathers the tokens of all ranks and r leaves each rank its tokens: then th
 the rank's own tokens, and the sum over the ranks is whole. Megatron adds it up if the parameter says so.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -38,8 +39,44 @@ def _tensor_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-class ColumnForward:
-    """The forward pass of a column parallel layer, with the norm before it where the layer has one."""
+class AdaptedForward(ABC):
+    """The forward pass of a linear layer, with W x + s B (A x) in the place of W x."""
+
+    exchanges: tuple[str, str]
+    """Megatron's functions that bring A x to where B is: without and with sequence parallelism."""
+
+    def __init__(self, adapters: Chosen, linear: Any) -> None:
+        self._adapters, self._linear, self._inner = adapters, linear, linear.forward
+        self._group = _tensor_group()
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Return the layer's result, and the bias that it leaves to be added."""
+        y, bias = self._inner(x, *args, **kwargs)
+        if (pair := self.pair()) is None:
+            return y, bias
+        from megatron.core.tensor_parallel import mappings
+
+        a, b = pair
+        exchange = getattr(mappings, self.exchanges[self._linear.config.sequence_parallel])
+        hidden = exchange(F.linear(self._read(x), a.to(x.dtype)), group=self._group)
+        return y + F.linear(hidden, (b * self._adapters.scaling).to(x.dtype)), bias
+
+    @abstractmethod
+    def pair(self) -> Pair | None:
+        """Return the A and B of the layer. None: it has no adapter now."""
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Return what A multiplies with: the input, after the norm of the layer where it has one."""
+        weight = getattr(self._linear, "layer_norm_weight", None)
+        if weight is None:
+            return x
+        return F.rms_norm(x, x.shape[-1:], weight, self._linear.config.layernorm_epsilon)
+
+
+class ColumnForward(AdaptedForward):
+    """The forward pass of a column parallel layer."""
+
+    exchanges = "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region"
 
     def __init__(
         self, adapters: Chosen, linear: Any, parts: Sequence[tuple[str, int]], adapted: set[str], order: Tensor,
@@ -47,24 +84,8 @@ class ColumnForward:
         """`parts`: the stored weights of the layer, each with this rank's number of rows. `adapted`: those that have an
         adapter. `order`: [rows] for each row of the layer its place among the rows of the parts.
         """
-        self._adapters, self._linear, self._inner = adapters, linear, linear.forward
+        super().__init__(adapters, linear)
         self._parts, self._adapted, self._order = parts, adapted, order
-        self._group = _tensor_group()
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Return W n(x) + s B (A n(x)), n the norm of the layer, and the bias that the layer leaves to be added."""
-        y, bias = self._inner(x, *args, **kwargs)
-        if (pair := self.pair()) is None:
-            return y, bias
-        a, b = pair
-        from megatron.core.tensor_parallel import mappings
-
-        hidden = F.linear(self._normed(x), a.to(x.dtype))
-        if self._linear.config.sequence_parallel:
-            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self._group)
-        else:
-            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self._group)
-        return y + F.linear(hidden, (b * self._adapters.scaling).to(x.dtype)), bias
 
     def pair(self) -> Pair | None:
         """Return A [sum of ranks, in] and B [rows, sum of ranks] of the layer. None: it has no adapter now."""
@@ -77,34 +98,15 @@ class ColumnForward:
         whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
         return a, whole.index_select(0, self._order)
 
-    def _normed(self, x: Tensor) -> Tensor:
-        weight = getattr(self._linear, "layer_norm_weight", None)
-        if weight is None:
-            return x
-        return F.rms_norm(x, x.shape[-1:], weight, self._linear.config.layernorm_epsilon)
 
-
-class RowForward:
+class RowForward(AdaptedForward):
     """The forward pass of a row parallel layer."""
 
+    exchanges = "reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"
+
     def __init__(self, adapters: Chosen, linear: Any, name: str) -> None:
-        self._adapters, self._linear, self._inner, self._name = adapters, linear, linear.forward, name
-        self._group = _tensor_group()
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Return W x + s B (A x), summed over the tensor parallel ranks, and the bias that is left to be added."""
-        y, bias = self._inner(x, *args, **kwargs)
-        if (pair := self.pair()) is None:
-            return y, bias
-        a, b = pair
-        hidden = F.linear(x, a.to(x.dtype))
-        from megatron.core.tensor_parallel import mappings
-
-        if self._linear.config.sequence_parallel:
-            hidden = mappings.reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
-        else:
-            hidden = mappings.reduce_from_tensor_model_parallel_region(hidden, group=self._group)
-        return y + F.linear(hidden, (b * self._adapters.scaling).to(x.dtype)), bias
+        super().__init__(adapters, linear)
+        self._name = name
 
     def pair(self) -> Pair | None:
         """Return the A and B of the layer. None: it has no adapter now."""

@@ -35,9 +35,9 @@ def held(
     return outer + layers * (attention + norms + router), layers * one * model.experts // sizes.expert
 
 
-def adapter(sizes: ParallelConfig, parameters: int) -> Iterator[MemoryTerm]:
-    """Yield the memory of an adapter of so many parameters on a rank, where tensor parallel ranks had all of it."""
-    held, lower = parameters // sizes.pipeline, "lower backend.lora.rank"
+def adapter(held: int) -> Iterator[MemoryTerm]:
+    """Yield the memory of so many parameters of adapters on a rank."""
+    lower = "lower backend.lora.rank"
     yield MemoryTerm("the adapter and its moments in float32", 12 * held, change=lower)
     yield MemoryTerm("gradients of the adapter in float32", 4 * held, kept_asleep=False, change=lower)
 

@@ -1,7 +1,6 @@
 """The parameters of a rank by rules: read from a model folder, and streamed under their stored names."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -67,9 +66,8 @@ class ModelWeights:
 
     def _first_names(self, there: frozenset[str]) -> Iterator[str]:
         """Yield the first stored name of each parameter of all ranks."""
-        numbers = {"layer": range(self.architecture.layers), "expert": range(self.architecture.experts)}
         for rule in self.rules:
-            for layer, expert in product(*(numbers[key] if f"{{{key}}}" in rule.name else [0] for key in numbers)):
+            for layer, expert in self.architecture.numbers(rule):
                 name = rule.stored[0].format(layer=layer, expert=expert)
                 if name in there or rule == VALUE_HEAD:
                     yield name
