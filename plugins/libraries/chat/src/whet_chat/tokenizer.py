@@ -78,6 +78,10 @@ class ChatTokenizer:
 
     def with_tools(self, tools: Tools) -> "ChatTokenizer":
         """Return a copy whose conversations have these tools. A chat template that knows no tools leaves them out."""
+        if tools == self._tools:
+            return self
+        if self._source is not None:
+            _ = self._stop_texts  # with the compiled template, made once for all copies
         other = copy.copy(self)
         other._tools = tools
         return other
