@@ -143,6 +143,15 @@ class WorkerSection:
     """Most memory of each process. An episode that asks for more fails. 0: no limit."""
 
 
+def _weights(instance: object, attribute: Any, value: float | dict[int, float]) -> None:
+    """Refuse a weight, or a weight at a step, that is out of bounds."""
+    points = value if isinstance(value, dict) else {0: value}
+    wrong = [(s, w) for s, w in points.items() if not (0 <= s <= STEPS and 0 <= w <= FACTOR)]
+    if wrong or not points:
+        found = ", ".join(f"{weight:g} at step {step}" for step, weight in wrong) or "empty"
+        raise ValueError(f"is {found}; wanted weights from 0 to {FACTOR:g} at steps from 0 to {STEPS:,}")
+
+
 @frozen
 class EnvironmentSection:
     """One environment of a run. Keys that are not named here belong to the environment."""
@@ -153,8 +162,9 @@ class EnvironmentSection:
     """Its name in metrics and records; by default the component's."""
     split: str = ""
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
-    weight: float = field(default=1.0, validator=between(0, FACTOR))
-    """Share of the groups that come from this environment, relative to the others."""
+    weight: float | dict[int, float] = field(default=1.0, validator=_weights)
+    """Share of the groups that come from this environment, relative to the others. Or weights by step, e.g.
+    `{0: 1, 100: 0.2}`: straight lines lead from one to the next, and the last one stays."""
     group_size: int = field(default=0, validator=between(0, GROUP))
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: SamplingSection = attrs.Factory(SamplingSection)
