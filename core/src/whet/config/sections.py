@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, min_len, optional
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, min_len, optional
 
 from whet.component import Kind, Selection
 from whet.config.bounds import (
@@ -143,15 +143,6 @@ class WorkerSection:
     """Most memory of each process. An episode that asks for more fails. 0: no limit."""
 
 
-def _weights(instance: object, attribute: Any, value: float | dict[int, float]) -> None:
-    """Refuse a weight, or a weight at a step, that is out of bounds."""
-    points = value if isinstance(value, dict) else {0: value}
-    wrong = [(s, w) for s, w in points.items() if not (0 <= s <= STEPS and 0 <= w <= FACTOR)]
-    if wrong or not points:
-        found = ", ".join(f"{weight:g} at step {step}" for step, weight in wrong) or "empty"
-        raise ValueError(f"is {found}; wanted weights from 0 to {FACTOR:g} at steps from 0 to {STEPS:,}")
-
-
 @frozen
 class EnvironmentSection:
     """One environment of a run. Keys that are not named here belong to the environment."""
@@ -162,9 +153,13 @@ class EnvironmentSection:
     """Its name in metrics and records; by default the component's."""
     split: str = ""
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
-    weight: float | dict[int, float] = field(default=1.0, validator=_weights)
-    """Share of the groups that come from this environment, relative to the others. Or weights by step, e.g.
-    `{0: 1, 100: 0.2}`: straight lines lead from one to the next, and the last one stays."""
+    weight: float = field(default=1.0, validator=between(0, FACTOR))
+    """Share of the groups that come from this environment, relative to the others."""
+    weight_schedule: dict[int, float] = field(
+        factory=dict, validator=deep_mapping(between(0, STEPS), between(0, FACTOR))
+    )
+    """Factors of `weight` by step, e.g. `{0: 1, 100: 0.2}`. Straight lines lead from one to the next; the last one
+    stays. Empty: 1."""
     group_size: int = field(default=0, validator=between(0, GROUP))
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: SamplingSection = attrs.Factory(SamplingSection)
@@ -181,6 +176,11 @@ class EnvironmentSection:
     """For evaluation: replaces `evaluation.passing`."""
     worker: WorkerSection | None = None
     """Play its episodes in worker processes. Missing: the driver plays them."""
+
+    @property
+    def weights(self) -> float | dict[int, float]:
+        """Return the weight, or the weights by step."""
+        return {step: factor * self.weight for step, factor in self.weight_schedule.items()} or self.weight
 
 
 @frozen

@@ -82,7 +82,7 @@ def _inputs(
     if feeds_on == "rollouts":
         if not environments:
             yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
-        elif (step := idle_step([entry.weight for entry in environments])) is not None:
+        elif (step := idle_step([entry.weights for entry in environments])) is not None:
             yield Problem("environments", f"none has a weight above 0 after step {step}; raise one's `weight`")
         if "generator" not in roles.names:
             yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
