@@ -334,6 +334,8 @@ class DataFile:
     path: str = field(metadata={"path": True})
     """A `.jsonl`, `.json`, `.csv`, `.tsv` (each also with `.gz`) or `.parquet` file, a folder with one such file for
     each split, a folder that `save_to_disk` of the library `datasets` wrote, or a name on the Hugging Face hub."""
+    name: str = field(default="", validator=_file_name)
+    """For validation on several files: its name in metrics; by default that of the file, without its ending."""
     split: str = "train"
     """The split of a hub data set or of a `DatasetDict`, or the name of the file in a folder."""
     subset: str = ""
@@ -362,7 +364,7 @@ class DataSection:
     train: list[DataFile]
     """The files to train on."""
     validation: list[DataFile] = attrs.Factory(list)
-    """The files to compute the validation loss on."""
+    """The files to compute the validation loss on: over all of them, and over each one if there are several."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
     """Longest record, in tokens; 0: the model's limit. Longer records are left out and counted."""
     max_bad_records: float = field(default=0.01, validator=[ge(0), le(1)])
