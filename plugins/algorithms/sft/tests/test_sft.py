@@ -45,7 +45,9 @@ class Listed(list):
 
 @pytest.fixture
 def run(tmp_path, tiny_model_folder):
-    def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0, backend=None, more=()):
+    def run(
+        count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0, backend=None, more=()
+    ):
         for name, size in (("train", count), ("validation", 5)):
             rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in range(size)]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -63,11 +63,15 @@ def test_demonstrations_are_episodes_of_tool_use_that_score(tmp_path, tiny_model
             assert task.prompt[-1].text == question["content"]
             assert json.loads(task.prompt[0].text)["function"] == record["tools"][0]  # as `tool-use` shows the tool
             replies = [json.dumps(call["function"]) for one in calls for call in one.get("tool_calls", ())]
-            model = FakeModel([f"<tool_call>{reply}</tool_call>" for reply in replies] + [f"\\boxed{{{record['answer']}}}"])
+            model = FakeModel(
+                [f"<tool_call>{reply}</tool_call>" for reply in replies] + [f"\\boxed{{{record['answer']}}}"]
+            )
             rewards = asyncio.run(environment.run(task, model))
             assert rewards == {"correct": 1.0, "calls": len(replies), "wrong_calls": 0.0, "failed_calls": 0.0}
             assert [m.text for m in model.messages if record["answer"] in m.text and m.role == "user"] == [
-                f"<tool_response>\n{message['content']}\n</tool_response>" for message in calls if message["role"] == "tool"
+                f"<tool_response>\n{message['content']}\n</tool_response>"
+                for message in calls
+                if message["role"] == "tool"
             ]
             (one,) = trainable(record, chat, {})  # the template writes all of it, and only appends
             text = chat.decode(one.tokens[one.loss_mask], skip_special=False)

@@ -213,7 +213,7 @@ class OfflineData:
 
 
 def names_of(files: Sequence[DataFile]) -> tuple[str, ...]:
-    """Return the names of files in metrics. Of those with one name, all but the first end in their place in the list."""
+    """Return the names of files in metrics. Of those with one name, all but the first end in their place."""
     names = dict[str, None]()
     for place, file in enumerate(files):
         name = file.name or PurePath(file.path).name.partition(".")[0] or "file"
