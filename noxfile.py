@@ -192,12 +192,12 @@ LIBRARIES = (
 """Environments and agents of others whose pins allow one environment. Where one is missing, its tests skip."""
 
 
-def apart(session: nox.Session, name: str, python: str, package: str) -> str:
-    """Return an environment beside the session's, with a package that fixes other versions of what the session has."""
+def apart(session: nox.Session, name: str, python: str, *packages: str) -> str:
+    """Return an environment beside the session's, with packages that fix other versions of what the session has."""
     folder = Path(session.virtualenv.location).absolute() / name
     if not (folder / "bin" / "python").exists():
         session.run(python, "-m", "venv", str(folder), external=True)
-    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", package, external=True)
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *packages, external=True)
     return str(folder)
 
 
@@ -214,7 +214,8 @@ def python_3_12() -> str | None:
 def adapters(session: nox.Session) -> None:
     """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
-    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": apart(session, "verifiers", "python", "verifiers==0.4.0")}
+    verifiers = apart(session, "verifiers", "python", "verifiers==0.4.0", "textarena==0.7.4", "nltk")
+    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": verifiers}
     if python := python_3_12():
         known["WHET_NEMO_GYM_PYTHON"] = apart(session, "nemo-gym", python, "nemo-gym==0.4.0")
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]

@@ -49,7 +49,7 @@ OF_RECIPES = {
     "learn-reinforce-plus-plus": "",
     "learn-distill": "",
     "learn-judge": "",
-    "calculator-grpo": "",
+    "sliding-puzzle-grpo": "",
     "quickstart-async": "",
 }
 """Recipes that are mutated, with the data that they need."""

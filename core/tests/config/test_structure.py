@@ -357,7 +357,8 @@ def test_unstructuring_a_whole_config_is_undone_by_structuring(offers: Registry)
     json.dumps(plain)
     assert structure(plain, Config, offers) == config
     assert plain["environments"][0] == {
-        "use": "sums", "terms": 3, "name": "", "split": "", "weight": 2.0, "samples": 1, "limit": 0,
+        "use": "sums", "terms": 3, "name": "", "split": "", "weight": 2.0, "weight_schedule": {},
+        "samples": 1, "limit": 0,
         "pass_at": None, "majority_at": None, "passing": None, "worker": None, "group_size": 0,
         "sampling": {"max_tokens": 0, "stop": [], "temperature": None},
     }  # fmt: skip

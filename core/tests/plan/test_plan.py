@@ -348,8 +348,12 @@ def test_facts_are_asked_of_every_component_at_any_depth():
             "cluster.colocate: names backend more than once",
         ),
         (
-            {"environments": [EnvironmentSection(component=chosen("environments", "sums"), weight=0)]},
-            "environments: none has a weight above 0",
+            {
+                "environments": [
+                    EnvironmentSection(component=chosen("environments", "sums"), weight_schedule={0: 1, 9: 0})
+                ]
+            },
+            "environments: none has a weight above 0 after step 9",
         ),
         (
             {

@@ -326,6 +326,39 @@ def test_a_resumed_stream_goes_on_as_if_nothing_had_happened() -> None:
     assert all(same(a, b) for a, b in zip(whole, [*before, *after], strict=True))
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_resumed_stream_keeps_the_environments_of_a_schedule(max_staleness: int) -> None:
+    routes = [evolve(two_routes()[0], weight={0: 9.0, 3: 0.0}), two_routes()[1]]
+
+    def begin(generator: FakeGenerator) -> Any:
+        return stream(generator, routes, max_staleness=max_staleness)
+
+    def chosen(batches: list[Batch]) -> list[tuple[int, int]]:
+        pairs = [pair for one in batches for pair in zip(one["group"], one["env"], strict=True)]
+        return sorted({(int(group), int(env)) for group, env in pairs})
+
+    generator = Jittery(1)
+    with begin(generator) as made:
+        whole = chosen(drive(made, generator, 6, 3))
+    generator = Jittery(2)
+    with begin(generator) as made:
+        before, state = chosen(drive(made, generator, 3, 3)), made.state()
+    assert bool(state["shares"]["ahead"]) == bool(max_staleness)
+    generator = Jittery(3)
+    generator.version = 3
+    with begin(generator) as made:
+        made.restore(json.loads(json.dumps(state)))
+        made.set_version(3)
+        after = chosen(drive(made, generator, 3, 3, first=3))
+    assert before == whole[:9]
+    assert {group for group, _ in after} == set(range(9, 18))
+    if not max_staleness:
+        assert after == whole[9:]
+    else:  # how far groups play ahead of the steps is a matter of time; those ahead keep their environments
+        known = state["shares"]["ahead"]
+        assert [env for _, env in after][: len(known)] == known
+
+
 def test_with_staleness_what_was_not_handed_over_is_played_again() -> None:
     generator = Jittery()
     with stream(generator, two_routes(), max_staleness=2) as made:

@@ -45,7 +45,7 @@ def type_words(wanted: Any, kind: Kind | None = None) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(type_words(argument, kind) for argument in arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of text to {type_words(arguments[1], kind)}"
+        return f"a mapping of {type_words(arguments[0])} to {type_words(arguments[1], kind)}"
     if isinstance(origin, type) and issubclass(origin, Iterable):
         items = [type_words(argument, kind) for argument in arguments if argument is not Ellipsis]
         if len(items) == len(arguments) > 1 and len(set(items)) == 1:

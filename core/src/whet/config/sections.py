@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, min_len, optional
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, min_len, optional
 
 from whet.component import Kind, Selection
 from whet.config.bounds import (
@@ -155,6 +155,11 @@ class EnvironmentSection:
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
     weight: float = field(default=1.0, validator=between(0, FACTOR))
     """Share of the groups that come from this environment, relative to the others."""
+    weight_schedule: dict[int, float] = field(
+        factory=dict, validator=deep_mapping(between(0, STEPS), between(0, FACTOR))
+    )
+    """Factors of `weight` by step, e.g. `{0: 1, 100: 0.2}`. Straight lines lead from one to the next; the last one
+    stays. Empty: 1."""
     group_size: int = field(default=0, validator=between(0, GROUP))
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: SamplingSection = attrs.Factory(SamplingSection)
@@ -171,6 +176,11 @@ class EnvironmentSection:
     """For evaluation: replaces `evaluation.passing`."""
     worker: WorkerSection | None = None
     """Play its episodes in worker processes. Missing: the driver plays them."""
+
+    @property
+    def weights(self) -> float | dict[int, float]:
+        """Return the weight, or the weights by step."""
+        return {step: factor * self.weight for step, factor in self.weight_schedule.items()} or self.weight
 
 
 @frozen
@@ -324,6 +334,8 @@ class DataFile:
     path: str = field(metadata={"path": True})
     """A `.jsonl`, `.json`, `.csv`, `.tsv` (each also with `.gz`) or `.parquet` file, a folder with one such file for
     each split, a folder that `save_to_disk` of the library `datasets` wrote, or a name on the Hugging Face hub."""
+    name: str = field(default="", validator=_file_name)
+    """For validation on several files: its name in metrics; by default that of the file, without its ending."""
     split: str = "train"
     """The split of a hub data set or of a `DatasetDict`, or the name of the file in a folder."""
     subset: str = ""
@@ -352,7 +364,7 @@ class DataSection:
     train: list[DataFile]
     """The files to train on."""
     validation: list[DataFile] = attrs.Factory(list)
-    """The files to compute the validation loss on."""
+    """The files to compute the validation loss on: over all of them, and over each one if there are several."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
     """Longest record, in tokens; 0: the model's limit. Longer records are left out and counted."""
     max_bad_records: float = field(default=0.01, validator=[ge(0), le(1)])

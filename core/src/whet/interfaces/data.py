@@ -54,8 +54,10 @@ class PreparedData(Protocol):
         """Return the number of batches of `size` units. Raise `ValueError` if the run has no number of epochs."""
         ...
 
-    def validation(self, size: int) -> "list[Batch]":
-        """Return all validation data in order, in batches of `size` units. The last batch may be smaller."""
+    def validation(self, size: int) -> "dict[str, list[Batch]]":
+        """Return the validation data of each file, by its name in metrics, in order and in batches of `size` units. The
+        last batch of a file may be smaller.
+        """
         ...
 
     def with_columns(self, compute: Callable[[str, Any], Mapping[str, Any]]) -> "PreparedData":

@@ -20,6 +20,7 @@ from whet.plan.placement import gpus_apart, joins
 from whet.plan.roles import Roles
 from whet.plugins.features import APART
 from whet.plugins.launchers import LOCAL
+from whet.rollout.routing import idle_step
 
 LOSS, ADVANTAGES = "algorithm.loss", "algorithm.advantages"
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
@@ -83,8 +84,8 @@ def _inputs(
     if feeds_on == "rollouts":
         if not environments:
             yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
-        elif not any(entry.weight for entry in environments):
-            yield Problem("environments", "none has a weight above 0; raise one's `weight`")
+        elif (step := idle_step([entry.weights for entry in environments])) is not None:
+            yield Problem("environments", f"none has a weight above 0 after step {step}; raise one's `weight`")
         if "generator" not in roles.names:
             yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
         if data is not None:

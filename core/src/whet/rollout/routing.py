@@ -2,16 +2,19 @@
 
 taken = (5, 2)          groups admitted so far, per environment
 choose(weights, taken)  the environment that is furthest behind its share
+weight_at(weights, 50)  a weight that changes with the steps, {0: 1, 100: 0.2} -> 0.6
 shuffled(seed, 5, len)  the task at position 5; every pass over the tasks is another permutation
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from attrs import field, frozen
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Sampling, Task
-from whet.errors import DataError
+from whet.errors import DataError, WhetError
 from whet.interfaces.environment import Environment
 from whet.rollout.scoring import Scoring
 
@@ -24,8 +27,8 @@ class Route:
     """Its name in metrics and records."""
     environment: Environment
     split: str
-    weight: float = 1.0
-    """For training: its share of all groups of the run, relative to the others."""
+    weight: float | Mapping[int, float] = 1.0
+    """For training: its share of the groups, relative to the others, or its share by step; see `weight_at`."""
     group_size: int = 0
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: Callable[[Sampling], Sampling] = lambda usual: usual
@@ -43,6 +46,60 @@ class Route:
         if not len(tasks):
             raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
         return tasks
+
+
+def weight_at(weight: float | Mapping[int, float], step: int) -> float:
+    """Return the weight after `step` finished steps: on straight lines between those of a schedule."""
+    if not isinstance(weight, Mapping):
+        return weight
+    steps, weights = zip(*sorted(weight.items()), strict=True)
+    return float(np.interp(step, steps, weights))
+
+
+def idle_step(weights: Sequence[float | Mapping[int, float]]) -> int | None:
+    """Return the first step after which no environment has a weight above 0. None: there is no such step."""
+    steps = {0, *(step for weight in weights if isinstance(weight, Mapping) for step in weight)}
+    return next((step for step in sorted(steps) if not any(weight_at(weight, step) for weight in weights)), None)
+
+
+class Shares:
+    """Chooses the environment of each group by weights that may change from step to step.
+
+    With a schedule, an environment's share is the sum of its shares of all groups so far, so that a change of weights
+    is not made up for later. That depends on the steps at which groups began. So a checkpoint holds the sums, and the
+    environments of the groups ahead, which a resumed run plays again.
+    """
+
+    def __init__(self, weights: Sequence[float | Mapping[int, float]]) -> None:
+        """Take weights. Raises `WhetError` if none is above 0 at some step."""
+        if (step := idle_step(weights)) is not None:
+            raise WhetError(
+                f"of {len(weights)} environments none has a weight above 0 after step {step}; raise one's `weight`"
+            )
+        self._weights, self._ahead = tuple(weights), dict[int, int]()
+        self._scheduled = any(isinstance(weight, Mapping) for weight in weights)
+        self._sums = [0.0] * len(weights)
+
+    def next(self, taken: Sequence[int], step: int) -> int:
+        """Return the environment of the next group, after `step` finished steps."""
+        if (known := self._ahead.pop(sum(taken), None)) is not None:
+            return known
+        weights = [weight_at(weight, step) for weight in self._weights]
+        if self._scheduled:
+            self._sums = [done + weight / sum(weights) for done, weight in zip(self._sums, weights, strict=True)]
+            weights = [weight and done for done, weight in zip(self._sums, weights, strict=True)]
+        return choose(weights, taken)
+
+    def state(self, first: int, ahead: Mapping[int, int]) -> dict[str, Any]:
+        """Return what a checkpoint holds: with constant weights, nothing. `ahead`: environments from `first` on."""
+        known = {**self._ahead, **ahead}
+        ahead_in_order = [known[index] for index in sorted(known) if index >= first]
+        return {"sums": self._sums, "ahead": ahead_in_order} if self._scheduled else {}
+
+    def restore(self, state: Mapping[str, Any], taken: Sequence[int]) -> None:
+        """Continue after `taken` groups of each environment."""
+        self._sums = [float(done) for done in state.get("sums", taken)]
+        self._ahead = dict(enumerate(state.get("ahead", ()), sum(taken)))
 
 
 def choose(weights: Sequence[float], taken: Sequence[int]) -> int:

@@ -44,7 +44,7 @@ from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.gate import Gate
 from whet.rollout.journal import Consumed
 from whet.rollout.recorded import Assignment
-from whet.rollout.routing import Route, choose, shuffled
+from whet.rollout.routing import Route, Shares, shuffled
 from whet.rollout.staleness import Pacing, Slot
 
 if TYPE_CHECKING:
@@ -83,11 +83,9 @@ class RolloutStream:
         when the stream is closed. `greedy`: each group has one more episode, at temperature 0; see `Group.greedy`.
         """
         self._routes, self._section, self._filters, self._status = tuple(routes), section, tuple(filters), status
-        self._weights = [route.weight for route in routes]
-        if not any(weight > 0 for weight in self._weights):
-            raise WhetError(f"of {len(self._weights)} environments none has a weight above 0; raise one's `weight`")
+        self._shares = Shares([route.weight for route in routes])
         self._tasks = [route.tasks() for route in routes]
-        self._passing = {route.name: route.scoring.passing for route in routes if route.weight > 0}
+        self._passing = {route.name: route.scoring.passing for route in routes if route.weight}
         self._greedy, self._seed, self._journal = greedy, seed, journal
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
@@ -191,6 +189,7 @@ class RolloutStream:
             raise WhetError("a stream that has given batches cannot be restored; restore it before the first take")
         self._admitted = [int(groups[name]) for name in names]
         self._skipped = {int(index) for index in state["beyond"]}
+        self._shares.restore(state.get("shares", {}), self._admitted)
         load_states(self._stateful(), state.get("states", {}))
 
     def close(self) -> None:
@@ -258,7 +257,7 @@ class RolloutStream:
         return Slot(index, route, task, due, step=self._version, difficulty=self._curricula.difficulty(route))
 
     def _next_route(self) -> int:
-        route = choose(self._weights, self._admitted)
+        route = self._shares.next(self._admitted, self._version)
         self._admitted[route] += 1
         return route
 
@@ -340,9 +339,12 @@ class RolloutStream:
     def _position(self) -> dict[str, Any]:
         first = min((slot.index for slot in self._slots), default=sum(self._admitted))
         self._beyond = {index: route for index, route in self._beyond.items() if index > first}
-        ahead = Counter([*(slot.route for slot in self._slots), *self._beyond.values()])
-        groups = {route.name: self._admitted[i] - ahead[i] for i, route in enumerate(self._routes)}
+        ahead = {**{slot.index: slot.route for slot in self._slots}, **self._beyond}
+        counts = Counter(ahead.values())
+        groups = {route.name: self._admitted[i] - counts[i] for i, route in enumerate(self._routes)}
         position = {"groups": groups, "beyond": sorted([*self._beyond, *self._skipped])}
+        if shares := self._shares.state(first, ahead):
+            position["shares"] = shares
         return {**position, "states": found} if (found := states(self._stateful())) else position
 
     def _stateful(self) -> dict[str, object]:

@@ -114,7 +114,7 @@ def build_route(
         else:
             environment = build_selection(entry.component, *roles)
         sampling = partial(_sampling, entry.sampling)
-        route = Route(name, environment, split, entry.weight, entry.group_size, sampling, entry.samples, entry.limit)
+        route = Route(name, environment, split, entry.weights, entry.group_size, sampling, entry.samples, entry.limit)
         try:
             route.tasks()
         except BaseException:

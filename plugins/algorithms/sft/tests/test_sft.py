@@ -45,11 +45,14 @@ class Listed(list):
 
 @pytest.fixture
 def run(tmp_path, tiny_model_folder):
-    def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0, backend=None):
+    def run(
+        count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0, backend=None, more=()
+    ):
         for name, size in (("train", count), ("validation", 5)):
             rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in range(size)]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        section = DataSection(*[[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")])
+        train, validation = ([DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation"))
+        section = DataSection(train, [*validation, *(DataFile(validation[0].path, **keys) for keys in more)])
         events: list[str] = []
         steps = Listed([Recorded(n, end, events) for n in range(begin, end + 1)], begin - 1)
         parts = SimpleNamespace(
@@ -108,6 +111,21 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_all_batches_and_names_no
     mean_loss = sum(number * count for number, count in tokens[:2]) / sum(count for _, count in tokens[:2])
     assert len({number for number, _ in tokens}) == 2  # batches of four records and of one
     assert found == pytest.approx({"validation/loss": mean_loss, "validation/perplexity": math.exp(mean_loss)})
+
+
+def test_each_of_several_validation_files_has_a_loss_beside_that_of_all(run):
+    class Backend(FakeBackend):
+        def evaluate(self, batch, loss):
+            number, count = float(batch.sequences), float(batch["loss_mask"].sum())
+            return {"loss": mean(number), "nll": mean(number * count, count)}
+
+    more = [{"limit": 2}, {"limit": 4, "name": "short"}]
+    found = run(20, SftConfig(batch_size=4), backend=Backend(), more=more).steps.start
+    names = ["", "validation/", "validation-1/", "short/"]
+    assert set(found) == {f"validation/{name}{metric}" for name in names for metric in ("loss", "perplexity")}
+    assert found["validation/validation/loss"] == pytest.approx((4 * 4 + 1) / 5)  # each record has as many tokens
+    assert (found["validation/validation-1/loss"], found["validation/short/loss"]) == pytest.approx((2, 4))
+    assert found["validation/loss"] == pytest.approx((4 * 4 + 1 + 2 * 2 + 4 * 4) / 11)
 
 
 def test_perplexity_is_given_only_of_a_likelihood_and_never_overflows():

@@ -75,12 +75,12 @@ def test_the_judge_sees_what_a_foreign_agent_and_the_model_said():
 
 def test_the_judge_sees_all_turns_and_no_other_sequence():
     judge = Heard()
-    environment = Judge(JudgeConfig(environment=selected("calculator")), {"judge": judge})
-    task = environment.tasks("train")[0]
-    rewards = play(environment, [f"calc {task.id}", "\\boxed{1}"], task)
+    puzzle = selected("sliding-puzzle", turns=2, shuffle=20, move="line")
+    environment = Judge(JudgeConfig(environment=puzzle), {"judge": judge})
+    rewards = play(environment, ["up", "down"])
     assert rewards["judge"] == 3.0
     assert [message.role for message in judge.asked[0]] == ["user", "assistant", "user", "assistant"]
-    assert judge.asked[0][-1].text == "\\boxed{1}"
+    assert judge.asked[0][-1].text == "down"
 
 
 def test_sequences_that_are_started_beside_are_not_judged(prompts):

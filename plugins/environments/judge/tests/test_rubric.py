@@ -157,15 +157,17 @@ def test_long_conversations_are_shown_without_the_middle_of_each_message(judged)
 def test_an_environment_is_judged_beside_its_own_rewards():
     judge = ScriptedResponder("Score: 4")
     environment = RubricJudge(
-        RubricJudgeConfig(rubric="r", environment=selected("calculator"), environment_weight=2.0), {"judge": judge}
+        RubricJudgeConfig(
+            rubric="r", environment=selected("sliding-puzzle", turns=2, shuffle=20, move="line"), environment_weight=2.0
+        ),
+        {"judge": judge},
     )
-    task = environment.tasks("train")[0]
-    rewards, _ = play(environment, [f"calc {task.id}", "\\boxed{1}"])
+    rewards, _ = play(environment, ["up", "down"])
     assert rewards["judge"] == 0.4
     assert set(rewards) == {"judge", *environment.own_weights()}
     shown = judge.asked[0].text
-    assert f"assistant:\n> calc {task.id}\nuser:\n> " in shown
-    assert "# Response\n> \\boxed{1}\n" in shown
+    assert "assistant:\n> up\nuser:\n> " in shown
+    assert "# Response\n> down\n" in shown
 
 
 def test_an_own_reward_with_the_name_of_a_criterion_is_refused(judged):

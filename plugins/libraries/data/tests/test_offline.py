@@ -110,8 +110,9 @@ def test_batches_hold_what_the_records_say(make, chat):
 
 def test_validation_is_read_in_order(make):
     data = make(numbered(3), validation=numbered(7)).prepare(encode)
-    assert [numbers(batch) for batch in data.validation(3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert make(numbered(3)).prepare(encode).validation(3) == []
+    (batches,) = data.validation(3).values()
+    assert [numbers(batch) for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert make(numbered(3)).prepare(encode).validation(3) == {}
 
 
 def test_longer_records_are_left_out_and_counted(make, chat):
@@ -183,7 +184,8 @@ def test_columns_can_be_added_to_each_part_and_travel_with_its_units(make):
     assert np.array_equal(batch["half"], batch["number"] / 2)
     assert np.array_equal(batch["copy"], batch["place"])
     assert np.array_equal(batch["tokens"], data.batch(2, 3)["tokens"])
-    assert [part["half"].tolist() for part in more.validation(2)] == [[0, 0.5], [1]]
+    (batches,) = more.validation(2).values()
+    assert [part["half"].tolist() for part in batches] == [[0, 0.5], [1]]
     more.status("on")
     assert said[-1] == "on"
 
@@ -191,7 +193,7 @@ def test_columns_can_be_added_to_each_part_and_travel_with_its_units(make):
 def test_a_part_without_data_gets_no_columns(make):
     data = make(numbered(2)).prepare(encode).with_columns(lambda name, part: {"one": np.ones(len(part))})
     assert data.batch(1, 2)["one"].tolist() == [1, 1]
-    assert data.validation(4) == []
+    assert data.validation(4) == {}
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class ChatTokenizer:
 
         The copy shares the compiled template and what was learned from it: data may have other tools in each record.
         """
+        if tools == self._tools:
+            return self
         with suppress(DataError):  # whoever renders a conversation gets the error
             _ = self.template, self._stop_texts, self._anchor, self._begin
         other = copy.copy(self)

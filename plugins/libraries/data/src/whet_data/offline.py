@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -208,7 +209,16 @@ class OfflineData:
                 f"{self._max_length} tokens (data.max_length)"
             )
         report.sequences, report.tokens = len(columns.lengths), sum(columns.lengths)
-        return Part(columns.batch(), np.cumsum([0, *columns.sizes]), report, sizes)
+        return Part(columns.batch(), np.cumsum([0, *columns.sizes]), report, sizes, names_of(files))
+
+
+def names_of(files: Sequence[DataFile]) -> tuple[str, ...]:
+    """Return the names of files in metrics. Of those with one name, all but the first end in their place."""
+    names = dict[str, None]()
+    for place, file in enumerate(files):
+        name = file.name or PurePath(file.path).name.partition(".")[0] or "file"
+        names[f"{name}-{place}" if name in names else name] = None
+    return tuple(names)
 
 
 def _reading(file: DataFile) -> str:
@@ -227,13 +237,22 @@ class Part:
     report: DataReport
     sizes: tuple[int, ...] = ()
     """Number of units of each file."""
+    names: tuple[str, ...] = ()
+    """Names of the files in metrics."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def batches(self, size: int) -> "list[Batch]":
-        """Return all units in order, in batches of `size` units. The last may be smaller."""
-        return [self.take(np.arange(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+    def batches(self, size: int, first: int = 0, end: int | None = None) -> "list[Batch]":
+        """Return the units from `first` to before `end` in order, in batches of `size`. The last may be smaller."""
+        end = len(self) if end is None else end
+        return [self.take(np.arange(i, min(i + size, end))) for i in range(first, end, size)]
+
+    def files(self, size: int) -> "dict[str, list[Batch]]":
+        """Return the units of each file that has any, by its name, in batches of `size`."""
+        ends = np.cumsum(self.sizes).tolist()
+        spans = zip(self.names, [0, *ends], ends, strict=False)
+        return {name: self.batches(size, first, end) for name, first, end in spans if end > first}
 
     def take(self, units: Any) -> Batch:
         """Return the units at these positions. A position that appears twice gives two units."""
@@ -311,9 +330,11 @@ class PreparedData:
             )
         return units + (step - 1 - before) * size
 
-    def validation(self, size: int) -> list[Batch]:
-        """Return all validation data in order, in batches of `size` units. The last may be smaller."""
-        return self._validation.batches(size)
+    def validation(self, size: int) -> dict[str, list[Batch]]:
+        """Return the validation data of each file, by its name in metrics, in order and in batches of `size` units. The
+        last of a file may be smaller.
+        """
+        return self._validation.files(size)
 
     def with_columns(self, compute: Callable[[str, Part], Mapping[str, Any]]) -> "PreparedData":
         """Return the same data with further columns.

@@ -70,14 +70,23 @@ def offline_loop(
 ) -> None:
     """Train from the first step that is left to the last, and validate before the first, when due and after the last.
 
+    Validation on several files has metrics of all together, `validation/loss`, and of each, `validation/FILE/loss`.
     `weight`: of a batch in `validation/loss`. `redundant`: metrics that validation leaves out.
     """
     backend, size, validation = parts.backend, config.batch_size, data.validation(config.batch_size)
 
     def validate() -> dict[str, Metric]:
-        batches = (prepare(batch, 0) for batch in validation)
-        found = derive(evaluate_all(backend, batches, parts.loss, weight))
-        return {f"validation/{name}": metric for name, metric in found.items() if name not in redundant}
+        found = {
+            f"validation/{file}/": evaluate_all(backend, (prepare(batch, 0) for batch in batches), parts.loss, weight)
+            for file, batches in validation.items()
+        }
+        whole = {"validation/": merge(found.values())}
+        return {
+            f"{place}{name}": metric
+            for place, metrics in ({**whole, **found} if len(found) > 1 else whole).items()
+            for name, metric in derive(metrics).items()
+            if name not in redundant
+        }
 
     if validation and parts.steps.done == 0:
         parts.steps.log_start(validate())
