@@ -245,7 +245,6 @@ def _job(name: str, prepared: Prepared) -> Iterator[Attempt]:
         closing_all([]) as closers,
         interrupts.then_closing(),
     ):
-        folder.scratch.mkdir(parents=True)
         observers = Observers(prepared.loaded.registry.manager, folder)
         closers.append(observers.close)
         yield Attempt(folder, observers, closers, Recovery(prepared.config.cluster.recovery, folder))
