@@ -112,7 +112,7 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
         install(session, *extra, tested=tested)
     # What stands in for SGLang's kernels must be there when Python starts; vLLM knows none of it.
     stand_ins = {**TESTING, "PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute())}
-    return stand_ins if engine == "sglang" else COMPILED
+    return stand_ins if engine == "sglang" else {**COMPILED}
 
 
 CELLS = "tests/test_support.py::test_algorithms_take_two_steps"
