@@ -124,7 +124,7 @@ def test_core_names_no_plugin() -> None:
 COMMANDS = {command for plugin in PLUGINS for command in entry_points(plugin, "whet.commands")}
 COMPONENTS = {name for names in CATALOG["components"].values() for name in names}
 PLAIN = {
-    "arithmetic", "code", "config", "console", "data", "demo", "distill", "env", "eval", "export",
+    "arithmetic", "calculator", "code", "config", "console", "data", "demo", "distill", "env", "eval", "export",
     "hinge", "import", "jsonl", "judge", "math", "memory", "new", "plot", "plugins", "recipe", "reinforce", "report",
     "schema", "serve", "tensorboard",
 }  # fmt: skip

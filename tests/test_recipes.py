@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from whet.run.compose import run
-from whet_start.small_models import TOOL_TEMPLATE
 from whet_testing.runs import numbers
 
 ROOT = Path(__file__).parents[1]
@@ -85,9 +84,6 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
     """Return the overrides that put local files in the place of those a recipe names."""
     document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
-    if any("functions" in entry for entry in document.get("environments", ())):  # the tiny model's own knows no tools
-        (folder / "tools.jinja").write_text(TOOL_TEMPLATE)
-        given.append(f"model.chat_template={folder / 'tools.jinja'}")
     given += [f"roles.{name}.model.path={model}" for name, role in document.get("roles", {}).items() if "model" in role]
     for part in ("train", "validation"):
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]

@@ -49,7 +49,7 @@ OF_RECIPES = {
     "learn-reinforce-plus-plus": "",
     "learn-distill": "",
     "learn-judge": "",
-    "sliding-puzzle-grpo": "",
+    "calculator-grpo": "",
     "quickstart-async": "",
 }
 """Recipes that are mutated, with the data that they need."""

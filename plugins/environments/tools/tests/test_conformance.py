@@ -6,7 +6,8 @@ import pytest
 from whet.config.structure import structure
 from whet.data.records import Task
 from whet.plugins.registry import load_plugins
-from whet_env_tools.config import ToolUseConfig
+from whet_env_tools.calculator import Calculator
+from whet_env_tools.config import CalculatorConfig, ToolUseConfig
 from whet_env_tools.environment import ToolUse
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
@@ -15,6 +16,22 @@ from whet_testing.contracts.environment import EnvironmentContract
 class TestPlugin(ComponentContract):
     hooks = "whet_env_tools.hooks"
     documents = {"tool-use": {"dataset": "made-up.jsonl"}}
+
+
+class TestCalculator(EnvironmentContract):
+    splits = ("train", "test")
+    states_answers = True
+
+    def make(self) -> Calculator:
+        return Calculator(CalculatorConfig())
+
+    def gold(self, task: Task) -> list[str]:
+        return [f"calc {task.id}", f"\\boxed{{{task.data['answer']}}}"]
+
+
+class TestCalculatorAnsweredAtOnce(TestCalculator):
+    def gold(self, task: Task) -> list[str]:
+        return [f"\\boxed{{{task.data['answer']}}}"]
 
 
 class TestToolUse(EnvironmentContract):

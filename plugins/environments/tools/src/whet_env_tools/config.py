@@ -1,4 +1,4 @@
-"""The config of the environment `tool-use`, and its facts for planning."""
+"""The configs of the environments `calculator` and `tool-use`, and their facts for planning."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 from attrs import field, frozen, validators
 
 from whet.component import EnvironmentFacts, Selection
-from whet.config.bounds import GROUP, PROCESSES, RECORDS, SECONDS, above, between
+from whet.config.bounds import GROUP, PROCESSES, RECORDS, SECONDS, SEED, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError
@@ -28,6 +28,28 @@ To call a tool, end your message with its name and arguments as JSON between <to
 You may write several calls, one after another. You then get their results, and can call again or answer."""
 MEMORY_MIB = between(64, 1 << 24)
 _NAMES: Any = validators.deep_iterable(validators.min_len(1))
+
+
+@frozen
+class CalculatorConfig:
+    """Products such as `Compute 47*83.`, and a calculator that the model calls by writing `calc 47*83`."""
+
+    smallest: int = field(default=11, validator=between(0, 999_999))
+    """Smallest factor."""
+    largest: int = field(default=99, validator=between(0, 999_999))
+    """Largest factor."""
+    turns: int = field(default=2, validator=between(1, GROUP))
+    """Most responses of the model in an episode. The last response is graded, even if it is a call."""
+    reply_role: Literal["user", "tool"] = "user"
+    """Role of the calculator's messages. `tool` needs a chat template that supports this role."""
+    system: str = ""
+    """A system message that explains the calculator. Empty: none."""
+    train_tasks: int = field(default=1_000_000, validator=between(1, RECORDS))
+    """Tasks in the split `train`."""
+    test_tasks: int = field(default=256, validator=between(1, RECORDS))
+    """Most tasks in the split `test`. They come from the tenth of all products that `train` does not contain."""
+    seed: int = field(default=0, validator=between(0, SEED))
+    """Seed of the tasks. Another seed gives other tasks."""
 
 
 @frozen
@@ -169,11 +191,13 @@ class ToolUseConfig:
     """Largest share of records that may be left out because they lack a question or an answer."""
 
 
-def facts(config: ToolUseConfig, model: ModelInfo) -> EnvironmentFacts:
+def facts(config: CalculatorConfig | ToolUseConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the facts for planning: final answers for majority votes, and the splits as far as the config has them.
 
     Raises `ConfigError` if the model's chat template is to show the tools, and knows none.
     """
+    if isinstance(config, CalculatorConfig):
+        return EnvironmentFacts(states_answers=True, splits=("train", "test"))
     if config.calls_by == "template" and (Path(model.path) / "tokenizer.json").exists():
         from whet_chat.response import tool_format
         from whet_chat.tokenizer import ChatTokenizer

@@ -1,4 +1,4 @@
-"""The hooks of this plugin: the environment `tool-use`."""
+"""The hooks of this plugin: the environments `calculator` and `tool-use`."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet_env_tools.config import McpConfig, ToolUseConfig
+from whet_env_tools.config import CalculatorConfig, McpConfig, ToolUseConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer the environment `tool-use`."""
+    """Offer the environments `calculator` and `tool-use`."""
     facts = "whet_env_tools.config:facts"
-    return [Component("tool-use", ToolUseConfig, "whet_env_tools.environment:ToolUse", facts)]
+    return [
+        Component("calculator", CalculatorConfig, "whet_env_tools.calculator:Calculator", facts),
+        Component("tool-use", ToolUseConfig, "whet_env_tools.environment:ToolUse", facts),
+    ]
 
 
 @hookimpl
@@ -26,6 +29,8 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Yield a problem for each section that cannot be played on this machine. No tool is started."""
     for path, section in config.played():
         found = section.component.config
+        if isinstance(found, CalculatorConfig) and found.largest < found.smallest:
+            yield Problem(f"{path}.largest", f"is {found.largest}, wanted at least smallest, {found.smallest}")
         if isinstance(found, ToolUseConfig):
             yield from _problems(path, found)
 

@@ -14,21 +14,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}"
-    "{{ t.function.name }}({{ t.function.parameters.properties | join(', ') }})\n"
-    "{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}"
-    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Tools by name and parameters, without their descriptions; calls in the JSON of Hermes and Qwen."""
 
-
-def make_tokenizer(corpus: Iterable[str], vocab_size: int = 384, chat_template: str = CHAT_TEMPLATE) -> Any:
+def make_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Any:
     r"""Train a small byte-level BPE as a `transformers` tokenizer; numbers to 99 and `\boxed{` are single tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +39,7 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int = 384, chat_template: 
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=chat_template,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -11,7 +11,7 @@ from whet.component import resolve
 from whet.errors import ConfigError, WhetError
 from whet.plugins.catalog import install_words
 from whet_demo.demos import Demo
-from whet_start.small_models import CHAT_TEMPLATE, TOOL_TEMPLATE, make_model, make_tokenizer
+from whet_start.small_models import make_model, make_tokenizer
 
 RECORDS = 40_000
 """Demonstrations to train on."""
@@ -62,27 +62,16 @@ def has_start(folder: Path) -> bool:
 def write_start(folder: Path, records: Iterable[Mapping[str, Any]], *, held_out: int = 256, seed: int = 0) -> None:
     """Write what a small run starts from: a random model of 0.9 million parameters, `train.jsonl`, `validation.jsonl`.
 
-    The records are conversations, `{"messages": [...]}`, and may have `tools`; the last `held_out` are for validation.
-    The others are to train on, but for those whose `question` is held out. The tokenizer is made of the first 3,000. A
-    folder that is complete is left as it is.
+    The records are conversations, `{"messages": [...]}`, of which the last `held_out` are for validation. The
+    tokenizer is made of the first 3,000. A folder that is complete is left as it is.
     """
     if has_start(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
     every = list(records)
-    template = TOOL_TEMPLATE if any("tools" in record for record in every) else CHAT_TEMPLATE
-    tokenizer = make_tokenizer(map(_text, every[:3000]), chat_template=template)
-    make_model(folder, tokenizer, hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=seed)
-    validation = every[-held_out:]
-    asked = {record["question"] for record in validation if "question" in record}
-    train = [record for record in every[:-held_out] if record.get("question") not in asked]
-    for file, part in (("train.jsonl", train), ("validation.jsonl", validation)):
+    corpus = ["".join(m["role"] + "\n" + m["content"] + "\n" for m in record["messages"]) for record in every[:3000]]
+    make_model(folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=seed)
+    for file, part in (("train.jsonl", every[:-held_out]), ("validation.jsonl", every[-held_out:])):
         partial = folder / f"{file}.partial"
         partial.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
         partial.rename(folder / file)  # the last one shows that all is there
-
-
-def _text(record: Mapping[str, Any]) -> str:
-    """Return the text of a conversation, for the tokenizer to be trained on."""
-    calls = "".join(json.dumps(call) for message in record["messages"] for call in message.get("tool_calls", ()))
-    return "".join(f"{message['role']}\n{message['content']}\n" for message in record["messages"]) + calls
