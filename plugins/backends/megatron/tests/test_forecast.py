@@ -253,7 +253,6 @@ def test_workers_measure_what_was_predicted_for_their_stage():
     assert {name.partition("[")[2] for name, *_ in rows} == {"", "0]", "1]"}
     for name, _, phase, predicted, measured in rows:
         assert measured - predicted < PROCESS, (name, phase)
-        tensors = predicted - PROCESS_BYTES  # what a process takes beside them differs from run to run
-        assert tensors < 1.02 * measured, (name, phase, "more was predicted than a worker needs")
+        assert predicted < 1.05 * measured, (name, phase, "more was predicted than a worker needs")
         if phase == "train":
             assert measured == pytest.approx(predicted, rel=0.15), name

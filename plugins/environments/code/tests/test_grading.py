@@ -326,7 +326,7 @@ def test_mutants_of_human_eval_are_graded_as_by_its_own_tests_beside_the_program
         expected = asyncio.run(beside())
     finally:
         sandbox.close()
-    assert expected.count(False) > 0.7 * len(some)
+    assert expected.count(False) > 120 / 164 * len(some)
     assert [verdict.correct for verdict in all_graded(programs, some)] == expected
 
 

@@ -38,8 +38,8 @@ CHUNK_BYTES = 128 << 20
 """See `whet_ops.logprobs`, which imports torch."""
 BUCKET_BYTES = 256 << 20
 """See `whet_weights.bucket_stream`."""
-PROCESS_BYTES = 24 << 20
-"""What allocator and libraries of a process on a CPU take beside tensors: 16 to 49 MiB were measured."""
+PROCESS_BYTES = 16 << 20
+"""What allocator and libraries of a process on a CPU take beside tensors: 8 to 49 MiB were measured."""
 
 
 def sizes_of(config: MegatronConfig, ranks: int) -> Sizes:

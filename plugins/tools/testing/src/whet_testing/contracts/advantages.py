@@ -142,7 +142,7 @@ class AdvantagesContract:
 
     def test_many_groups_do_not_take_long(self) -> None:
         batch = _many_groups(self.trained_tokens)
-        with deadline(20, "estimating the advantages of 100,000 sequences"):
+        with deadline(5, "estimating the advantages of 100,000 sequences"):
             self.called(batch)
 
 
