@@ -15,6 +15,8 @@ is for CPUs and attention without a window. GPUs use `whet_fsdp2.varlen`, and wh
 `whet_fsdp2.portable`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,14 +68,28 @@ def packed_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     window = more.get("sliding_window")
     window = None if window is None or window >= whet_plan.longest() else int(window)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if (piece := whet_plan.piece) is None:
-        read = getattr(module, READ, NOWHERE).rows if query.device.type == "cpu" and window is None else None
+    if whet_plan.piece is None and query.device.type == "cpu" and window is None:
+        read = getattr(module, READ, NOWHERE).rows
         if read is not None and (keys := keys_of(whet_plan, read.numpy())) is not None:
             return attend_few(query, key, value, read, keys, scale), None
-        return _attend(q, k, v, whet_plan, scale, window)[None], None
-    q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
-    return piece.to_tokens(_attend(q, k, v, whet_plan, scale, window))[None], None
+    attend = partial(_attend, plan=whet_plan, scale=scale, window=window)
+    return over_tokens(whet_plan, attend, query, key, value), None
+
+
+def over_tokens(
+    plan: AttentionPlan, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return attention over the tokens of a row that ranks may share, and 0 at padding behind them.
+
+    query [1, heads, W, d], key and value [1, kv_heads, W, d] -> [1, W, heads, d].
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if (piece := plan.piece) is not None:
+        q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
+    out = attend(q[: plan.tokens], k[: plan.tokens], v[: plan.tokens])
+    if padding := len(q) - plan.tokens:
+        out = torch.cat([out, out.new_zeros(padding, *out.shape[1:])])
+    return (out if piece is None else piece.to_tokens(out))[None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:

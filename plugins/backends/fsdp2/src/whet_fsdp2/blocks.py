@@ -85,6 +85,11 @@ class AttentionPlan:
     _rows: dict[tuple[torch.device, int | None], RowPlan] = field(factory=dict, init=False)
     _varlen: dict[torch.device, VarlenPlan] = field(factory=dict, init=False)
 
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens. A row may have padding behind them."""
+        return int(self.lengths.sum())
+
     def longest(self) -> int:
         """Return the longest distance, in tokens, over which a token attends."""
         behind = np.where(self.prefix >= 0, self.lengths[self.prefix], 0)
@@ -117,7 +122,7 @@ class _Builder:
     def __init__(self, plan: AttentionPlan, heads: int, kv_heads: int, device: torch.device) -> None:
         self.lengths, self.prefix = plan.lengths, plan.prefix
         self.place = np.cumsum(self.lengths) - self.lengths
-        self.tokens = int(self.lengths.sum())
+        self.tokens = plan.tokens
         self.heads, self.kv_heads, self.repeat = heads, kv_heads, heads // kv_heads
         self.device = device
         behind = np.flatnonzero(self.prefix >= 0)

@@ -30,8 +30,6 @@ class Piece:
     begin: int
     end: int
     """Its tokens in the padded row."""
-    tokens: int
-    """Tokens of the row without padding."""
     targets: Gathering
     """Which rank computes which target."""
 
@@ -42,7 +40,7 @@ class Piece:
 
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         width = -(-tokens // ranks)
-        return cls(group, rank * width, (rank + 1) * width, tokens, Gathering.of(group, source // width))
+        return cls(group, rank * width, (rank + 1) * width, Gathering.of(group, source // width))
 
     @property
     def mine(self) -> Ints:
@@ -59,14 +57,13 @@ class Piece:
         return self.targets.gather(found)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange tokens for heads: [T / ranks, heads, d] -> [T, heads / ranks, d], without padding."""
+        """Exchange tokens for heads: [W / ranks, heads, d] -> [W, heads / ranks, d]."""
         swapped: Tensor = _Swap.apply(x, self.group, True)  # type: ignore[no-untyped-call]  # torch's own
-        return swapped[: self.tokens]
+        return swapped
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange heads for tokens, the inverse of `to_heads`."""
-        padding = x.new_zeros(len(self.targets.counts) * (self.end - self.begin) - len(x), *x.shape[1:])
-        swapped: Tensor = _Swap.apply(torch.cat([x, padding]), self.group, False)  # type: ignore[no-untyped-call]
+        swapped: Tensor = _Swap.apply(x, self.group, False)  # type: ignore[no-untyped-call]  # torch's own
         return swapped
 
     def repeated(self, x: Tensor) -> Tensor:

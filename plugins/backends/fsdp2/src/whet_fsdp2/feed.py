@@ -10,9 +10,47 @@ from torch import Tensor
 
 from whet.data.batch import Batch
 from whet_fsdp2.blocks import AttentionPlan
+from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.context import Piece
 from whet_training import outputs
-from whet_training.layout import Layout, Rows, pack, used_lengths
+from whet_training.layout import Ints, Layout, Rows, pack, used_lengths
+
+
+@frozen
+class Widths:
+    """The lengths that a packed row may have: multiples of `step`, and `most`.
+
+    Under tensor parallelism PyTorch plans each operator anew for each shape of its arguments. The plan takes a
+    millisecond or two, longer than most operators take. Where rows have few lengths, few plans are made.
+    """
+
+    step: int = 1
+    most: int = 0
+
+    def of(self, tokens: int) -> int:
+        """Return the least allowed length of a row of so many tokens."""
+        return max(tokens, min(-(-tokens // self.step) * self.step, self.most))
+
+    def pad(self, row: Ints) -> Ints:
+        """Return a row with zeros behind it: [T] -> [W]. They take no part in the attention."""
+        return np.concatenate([row, np.zeros(self.of(len(row)) - len(row), row.dtype)])
+
+    def extend(self, read: Ints, places: int) -> Ints:
+        """Return the positions that are read, and some that are not, so that their number is an allowed length."""
+        more = min(self.of(len(read)), places) - len(read)
+        return np.concatenate([read, np.setdiff1d(np.arange(places), read)[:more]]) if more > 0 else read
+
+
+EXACT = Widths()
+"""A row of any length is not padded."""
+FEW = 16
+"""Lengths of rows up to `micro_batch_tokens` under tensor parallelism."""
+
+
+def widths(config: Fsdp2Config) -> Widths:
+    """Return the lengths that packed rows may have."""
+    tokens = config.micro_batch_tokens
+    return Widths(-(-tokens // FEW), tokens) if config.parallel.tensor > 1 else EXACT
 
 
 @frozen(eq=False)
@@ -24,7 +62,7 @@ class Feed:
     source: Tensor
     """[M] rows of the flattened hidden states from which the targets are predicted."""
     rows: Tensor
-    """[R] the distinct values of `source`."""
+    """[R] the distinct values of `source`, and further positions if few numbers of rows are allowed."""
     targets: Tensor
     """[M] the target tokens."""
     where: Tensor
@@ -43,10 +81,10 @@ class Feed:
     """Whether the pass has no targets and only keeps this rank in step with the others."""
 
 
-def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None) -> Feed:
+def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None, widths: Widths = EXACT) -> Feed:
     """Return the inputs of the forward pass for a NumPy micro-batch, on the device.
 
-    `context`: the process group of the ranks that share a row.
+    `context`: the process group of the ranks that share a row. `widths`: the lengths that a packed row may have.
     """
     used = used_lengths(batch)
     if not used.any():
@@ -67,7 +105,8 @@ def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None
         }
         passed = int(found.mask.sum())
     else:
-        tokens, positions, source = found.tokens, found.positions, targets.source
+        source, passed = targets.source, len(found.tokens)
+        tokens, positions = widths.pad(found.tokens), widths.pad(found.positions)
         if context is not None:
             piece = Piece.of(context, len(tokens), source)
             tokens, positions, mine = piece.cut(tokens), piece.cut(positions), piece.mine
@@ -77,11 +116,11 @@ def feed(batch: Batch, layout: Layout, device: torch.device, context: Any = None
             "position_ids": tensor(positions)[None],
             "whet_plan": AttentionPlan(found.lengths, found.prefix, piece=piece),
         }
-        passed = len(found.tokens)
+    read = np.unique(targets.source[mine])
     return Feed(
         {**arguments, "use_cache": False},
         tensor(targets.source[mine]),
-        tensor(np.unique(targets.source[mine])),
+        tensor(widths.extend(read, arguments["input_ids"].numel())),
         tensor(targets.tokens[mine]),
         tensor(targets.where),
         outputs.temperatures(batch, targets.sequence[mine], device),

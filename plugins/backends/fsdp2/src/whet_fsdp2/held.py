@@ -25,6 +25,7 @@ from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
+from whet_fsdp2.feed import widths
 from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
@@ -83,6 +84,7 @@ class HeldModels:
         self._low = model.dtype == "bfloat16"
         attention.register()
         self._seed, self._trained = seed, trained
+        self._widths = widths(self._config)
         self._experts: Experts | None = None
         self._adapters: Adapters | None = None
         with self._memory.phase("loading"):

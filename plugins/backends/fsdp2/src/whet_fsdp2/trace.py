@@ -248,13 +248,9 @@ def _rows_attention(
     """Return what `attention.packed_attention` computes on a GPU."""
     attention.refuse_unsupported(query, value, mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    kernel = varlen.of_torch()[0] if q.dtype in varlen.HALVES else None
+    kernel = varlen.of_torch()[0] if query.dtype in varlen.HALVES else None
     attend = partial(attention.attend_elsewhere, plan=whet_plan, scale=scale, window=None, kernel=kernel)
-    if (piece := whet_plan.piece) is None:
-        return attend(q, k, v)[None], None
-    q, k, v = (piece.to_heads(x) for x in (q, piece.repeated(k), piece.repeated(v)))
-    return piece.to_tokens(attend(q, k, v))[None], None
+    return attention.over_tokens(whet_plan, attend, query, key, value), None
 
 
 def _hasten_norms(model: nn.Module) -> None:

@@ -198,7 +198,7 @@ class Worker(HeldModels, LossWorker):
         one = (
             nothing(batch.take([]), self._layout, self._device, context)
             if part is None
-            else feed(part, self._layout, self._device, context)
+            else feed(part, self._layout, self._device, context, self._widths)
         )
         if self._experts:
             self._experts.enter(part, one)
