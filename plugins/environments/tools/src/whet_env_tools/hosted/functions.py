@@ -3,9 +3,8 @@
     def convert(amount: float, to: Literal["km", "miles"] = "km") -> float:
         '''Convert a length.
 
-        Args:
-            amount: The length in metres.
-            to: The unit.
+        :param amount: The length in metres.
+        :param to: The unit.
         '''
 
 Types are those of msgspec: str, int, float, bool, None, list, dict, Literal, Enum, Optional, dataclasses, TypedDict,
