@@ -196,7 +196,7 @@ def test_when_the_run_ends_nobody_waits_for_a_turn_any_more(parts: Parts) -> Non
     asking.join(0.1)
     parts.turns.close()
     asking.join(5.0)
-    assert said == ["the run ended before the turn of who is asked came"]
+    assert said == ["the run ended before the turn of the requested model"]
 
 
 def test_what_was_given_back_and_how_long_it_took_is_told_once(parts: Parts) -> None:

@@ -18,24 +18,29 @@ if TYPE_CHECKING:
 def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch:
     """Return one batch of all sequences of the groups, in order. `temperatures` has every environment of the run.
 
-    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where the model did not produce
-    the token). If a sequence has several turns of the model: turn int32 (number of the turn in its sequence, -1 outside
-    of turns). If turns or spans have rewards: `span_rewards` float32, the weighted rewards, each at its last token, and
-    turn. Per sequence: lengths, prompt_lengths, group (order of
-    admission), episode (numbered through the batch), unit (the sequence itself), env int64 (index into
-    `info["environments"]`), agent int64 (index into `info["agents"]`), member int64, temperature, reward float32,
-    `reward:NAME` float32 for each named reward (nan where the episode lacks it; see `completed`), and stopped bool
-    (false: the last response was cut by its length).
+    Columns per token, besides those that the generator recorded:
 
-    `reward` is the sum of all rewards whose address includes the sequence, `span_rewards` among them. The sequences of
+    - tokens int64, loss_mask bool, sampler_logprobs float32
+    - version int32: -1 where the model did not produce the token
+    - turn int32, if a sequence has several turns of the model or spans have rewards: the number of the turn in its
+      sequence, -1 outside of turns
+    - span_rewards float32, if turns or spans have rewards: the weighted rewards, each at its last token
+
+    Columns per sequence:
+
+    - lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit (the sequence)
+    - env int64 (index into `info["environments"]`), agent int64 (index into `info["agents"]`), member int64
+    - temperature float32, reward float32
+    - `reward:NAME` float32 for each named reward: nan where the episode lacks it; see `completed`
+    - stopped bool: whether the last response ended by itself, and was not cut
+    - share float32, if a chat template rewrote history, so that a conversation has several sequences (see
+      `Trajectory.part`): the sequence's part of the trained tokens of its conversation, 1 for any other sequence
+    - greedy_reward float32, if groups have a greedy episode: the reward that the greedy episode of the group gives to
+      the same agent. The batch has nothing else of greedy episodes
+
+    `reward` is the sum of all rewards whose address includes the sequence, `span_rewards` included. The sequences of
     one agent in an episode have the same `member`: they count once in a comparison. If an agent's sequences have
-    rewards of their own in a group, each of them there is a member.
-
-    If a chat template rewrote history, a conversation has several sequences; see `Trajectory.part`. Then there is
-    `share` float32 per sequence: its part of the trained tokens of its conversation, 1 for any other sequence.
-
-    If groups have a greedy episode, each of their sequences has its reward as `greedy_reward` float32, that of the same
-    agent; the batch has nothing else of a greedy episode.
+    rewards of their own in a group, each conversation of this agent in the group is a member.
     """
     episodes = completed([episode for group in groups for episode in group.episodes])
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
@@ -112,7 +117,7 @@ def _greedy_reward(episode: Episode, agent: str) -> float:
 
 
 def _turns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """Return the columns `turn` and `span_rewards` [tokens], where they say anything."""
+    """Return the columns `turn` and `span_rewards` [tokens], each only if the batch needs it."""
     ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
     turn, rewards = np.full(ends[-1], -1, np.int32), np.zeros(ends[-1], np.float32)
     for start, trajectory in zip(ends, trajectories, strict=False):
@@ -177,19 +182,19 @@ def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | N
     """Return the metrics of finished groups.
 
     - reward/mean, and reward/NAME for each named reward
-    - reward/std: mean over groups, and their agents, of the unbiased deviation of the rewards that are compared; 0:
-      nothing is left to learn by comparison
-    - reward/AGENT/mean: of each named agent
-    - reward/greedy: of greedy episodes, which no other metric counts
+    - reward/std: the unbiased standard deviation of the rewards that are compared, as the mean over groups and their
+      agents; 0: there is nothing to learn from comparisons
+    - reward/AGENT/mean: the mean reward of each named agent
+    - reward/greedy: the mean reward of greedy episodes, which no other metric counts
     - response_length/mean and /max: tokens that the model produced in an episode
     - response_length/cut: share of episodes with a response that was cut
-    - context_full: share of episodes that asked for a response for which the context had no room
+    - context_full: share of episodes that requested a response when the context had no room for it
     - turns/mean
     - rewritten: share of episodes whose history the chat template rewrote; only where it did
     - pass_rate: share of episodes that pass
 
-    `passing` maps each environment of the run to its criterion; without it there is no pass_rate. If it has several
-    environments, each of them also has all these metrics of its own groups as ENVIRONMENT/METRIC.
+    `passing` maps each environment of the run to its criterion; without `passing` there is no pass_rate. If there are
+    several environments, all these metrics also exist for the groups of each environment, as ENVIRONMENT/METRIC.
     """
     passing = passing or {}
     found = _metrics(groups, passing)

@@ -58,8 +58,8 @@ def shifted(begin: int) -> Listener | None:
 
 
 def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:
-    """Join the parts of a completion, each of which has tokens. End it where a stop string ends that crosses
-    two parts.
+    """Return the completion of parts that each have tokens. It ends with the first stop string that crosses two parts,
+    if there is one.
     """
     tokens = np.concatenate([part.tokens for part in parts])
     starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
@@ -89,7 +89,8 @@ def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntA
 def merged_columns(parts: Iterable[tuple[int, Completion]], length: int) -> dict[str, NDArray[Any]]:
     """Return the columns [length, ...] of a sequence, from its completions and the positions where they begin.
 
-    The first record of a token counts. A completion knows nothing about its last token, which is its successor's input.
+    If two completions recorded the same token, the first record counts. A completion has no record of its last token:
+    the model reads that token only for the next completion.
     """
     found, known = dict[str, NDArray[Any]](), dict[str, int]()
     for begin, completion in parts:

@@ -12,7 +12,7 @@ from whet.rollout.staleness import Slot
 
 
 class Curricula:
-    """Asks and informs the environments that have a curriculum. An exception of theirs ends the stream by `fail`."""
+    """Asks and informs the environments that have a curriculum. If one raises, `fail` ends the stream."""
 
     def __init__(self, routes: Sequence[Route], fail: Callable[[BaseException, BaseException], None]) -> None:
         for route in routes:

@@ -36,13 +36,15 @@ class Player(Sequences):
     """Plays the episodes of one stream, or of one evaluation."""
 
     retries: int
+    """How often a failed episode is played again."""
     deadline_seconds: float
     """Limit of one attempt at an episode, all its turns included."""
     infrastructure_retries: int = 0
+    """How often an episode is played again whose infrastructure failed."""
     answers: bool = False
-    """Whether to ask the environment what each episode answered, where it can say."""
+    """Whether to ask each environment for the answer of an episode, if the environment has such a method."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
-    """The check of each environment that ends a run whose episodes all fail; filled while playing."""
+    """For each environment, the check that ends a run if all first episodes fail. Filled while playing."""
 
     async def group(self, assignment: Assignment, samples: int, greedy: bool = False) -> Group:
         """Play all episodes of a group concurrently. The first one that finally fails cancels the others.
@@ -85,10 +87,10 @@ class Player(Sequences):
         """Play an episode. If it fails, play it again with fresh randomness. Raises `EpisodeFailed` after the last
         attempt.
 
-        If its infrastructure fails, the episode is played again with the same randomness, so that a passing failure
-        changes nothing. If it fails again, the response itself may be the cause (e.g. it hangs a grader), and
-        randomness is fresh from then on. A request that may be what kills replicas is not repeated. `WorkerError` and
-        `BrokenEnvironment` are raised at once.
+        If its infrastructure fails, the episode is played again with the same randomness, so that a temporary failure
+        does not change the result. If the infrastructure fails again, the response itself may be the cause (e.g. it
+        hangs a grader), so all further attempts have fresh randomness. If a request may be the reason why replicas
+        die, its episode is not played again. `WorkerError` and `BrokenEnvironment` are raised at once.
         """
         fail_fast = self._fail_fast_of(assignment.route.name)
         attempt, failures = 0, Counter[str]()

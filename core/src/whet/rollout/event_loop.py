@@ -33,7 +33,7 @@ class EpisodeLoop:
         self._stall_seconds = stall_seconds
         self._loop = asyncio.new_event_loop()
         self._lost = ""
-        """Why the thread ended unexpectedly; empty while it has not."""
+        """Why the thread ended unexpectedly; empty while the thread runs."""
         self._closing = False
         self._thread = watched("whet episodes", self._loop.run_forever, self._lose, lambda: self._closing)
 

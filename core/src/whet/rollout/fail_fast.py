@@ -1,8 +1,8 @@
-"""Detects a broken environment: code that raises the same error at the same place wherever it is played.
+"""Detects a broken environment: code that raises the same error at the same place in every episode.
 
-Single failures are retried and counted. But if every first attempt at the first groups failed alike, playing on would
-cost hours and change nothing. An environment passes as soon as one of these episodes ends differently. Until then no
-episode of it is retried while a first attempt is running.
+Single failures are retried and counted. But if every first attempt at the first groups fails in the same way, more
+episodes would cost hours and fail, too. An environment passes as soon as one of these episodes ends differently. Until
+then no episode of it is retried while a first attempt is running.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def ungrouped() -> Iterator[None]:
     group.
 
     A `WorkerError` replaces any group that contains it. An `Undecided`, a `ContextFull`, or an error of the
-    infrastructure replaces only a group of such errors: beside another error of the environment, that one counts.
+    infrastructure replaces only a group of such errors: any other error in the group counts more.
     """
     try:
         yield
@@ -77,7 +77,7 @@ class FailFast:
         try:
             yield
             self._passed = True
-        except (asyncio.CancelledError, WorkerError):  # says nothing of the environment
+        except (asyncio.CancelledError, WorkerError):  # says nothing about the environment
             self._begun -= 1
             raise
         except BaseException as error:

@@ -5,8 +5,8 @@
     . . . . .   x x x                 . . . .                    x x              loss_mask
 
 The model's tokens are kept as they were sampled, never decoded and tokenised again. A message of the environment is
-tokenised once, when it is appended. Where the chat template rewrites history, the conversation goes on in a further
-sequence: it begins with a new prompt, and earlier responses are not trained on in it.
+tokenised once, when it is appended. If the chat template rewrites history, the conversation continues in another
+sequence. That sequence begins with a new prompt, and only its own responses are trained on.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class RecordedModel:
         self.recorded: list[RecordedReward] = [] if beside is None else beside.recorded
         """The rewards that the episode has recorded."""
         self.log: dict[str, Any] = {} if beside is None else beside.log
-        """What `record` has added to the record of the episode."""
+        """The values that `record` has added to the record of the episode, by name."""
         self._fork = len(self.sequences)
         self.sequences.append(self)
         self.messages: Conversation = ()
@@ -193,7 +193,7 @@ class RecordedModel:
 
     @property
     def turns(self) -> int:
-        """Return the number of completions of this sequence. A sequence without any leaves no trajectory."""
+        """Return the number of completions of this sequence. A sequence without completions has no trajectory."""
         return len(self._offsets) - 1
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
@@ -205,7 +205,7 @@ class RecordedModel:
         self, messages: str | Message | Sequence[Message], *, max_tokens: int | None = None, stop: Sequence[str] = (),
         temperature: float | None = None, prefill: str = "",
     ) -> Reply:  # fmt: skip
-        """See `Model.reply`. Raises `ContextFull`; for a first prompt, which never fits, `EpisodeError`."""
+        """See `Model.reply`. Raises `ContextFull`, or `EpisodeError` if a first prompt does not fit."""
         own = self._shared.sampling
         sampling = evolve(
             own,
@@ -275,8 +275,8 @@ class RecordedModel:
         return Turn(tokens, completion, said.text)
 
     def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray, bool]:
-        """Return the name of a prompt that samples share (or ""), the tokens to continue once messages are appended,
-        and whether they begin another sequence.
+        """Return the name of a prompt that samples share, or "", the tokens of the request with the messages appended,
+        and whether these tokens begin another sequence.
         """
         tokens = self._parts[-1].tokens
         if appended is not None:
@@ -286,7 +286,7 @@ class RecordedModel:
             try:
                 return "", np.concatenate([tokens, self._chat.continuation(self.messages, ended, messages)]), False
             except RewrittenHistory:
-                # A fork has no response of its own yet, so that nothing has to be kept.
+                # A fork that has no response of its own yet needs no other sequence: nothing of it is trained on.
                 return "", self._chat.prompt((*self.messages, *messages)), bool(self._parts[-1].completions)
         prompts, key = self._assignment.prompts, (self._tools, messages)
         if key not in prompts:
@@ -295,7 +295,7 @@ class RecordedModel:
         return (*prompts[key], False)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Return the recorded sequences of the conversation: one, and another for each time that history was rewritten.
+        """Return the recorded sequences of the conversation: one, and one more for each rewrite of history.
 
         A fork's history is part of its prompt: its parent's sequence trains those tokens.
         """

@@ -49,7 +49,7 @@ class Route:
 
 
 def weight_at(weight: float | Mapping[int, float], step: int) -> float:
-    """Return the weight after `step` finished steps: on straight lines between those of a schedule."""
+    """Return the weight after `step` finished steps. Between two steps of a schedule, it is interpolated linearly."""
     if not isinstance(weight, Mapping):
         return weight
     steps, weights = zip(*sorted(weight.items()), strict=True)
@@ -65,9 +65,9 @@ def idle_step(weights: Sequence[float | Mapping[int, float]]) -> int | None:
 class Shares:
     """Chooses the environment of each group by weights that may change from step to step.
 
-    With a schedule, an environment's share is the sum of its shares of all groups so far, so that a change of weights
-    is not made up for later. That depends on the steps at which groups began. So a checkpoint holds the sums, and the
-    environments of the groups ahead, which a resumed run plays again.
+    With a schedule, each group adds the environment's present share to a sum, and the counts follow the sums. So new
+    weights change only the groups after them. The sums depend on the steps at which groups were admitted. So a
+    checkpoint holds the sums, and the environments of the groups ahead: a resumed run plays these groups again.
     """
 
     def __init__(self, weights: Sequence[float | Mapping[int, float]]) -> None:
@@ -91,7 +91,10 @@ class Shares:
         return choose(weights, taken)
 
     def state(self, first: int, ahead: Mapping[int, int]) -> dict[str, Any]:
-        """Return what a checkpoint holds: with constant weights, nothing. `ahead`: environments from `first` on."""
+        """Return the state for a checkpoint; it is empty with constant weights.
+
+        `ahead` maps each known group, counted over the run, to its environment. Groups before `first` are left out.
+        """
         known = {**self._ahead, **ahead}
         ahead_in_order = [known[index] for index in sorted(known) if index >= first]
         return {"sums": self._sums, "ahead": ahead_in_order} if self._scheduled else {}

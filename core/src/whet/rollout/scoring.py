@@ -6,7 +6,7 @@ from whet.data.records import Episode
 from whet.errors import ConfigError
 
 ROUNDING = 1e-9
-"""By how much a weighted sum may miss the threshold: in floats 0.7 + 0.2 + 0.1 is less than 1."""
+"""How far a weighted sum may be below the threshold: in floats 0.7 + 0.2 + 0.1 is less than 1."""
 
 
 @frozen

@@ -14,10 +14,11 @@
 At staleness 0 nothing plays between takes, and replacements of filtered groups are admitted only when all other groups
 have finished. So the set of concurrent requests does not depend on timing, and a run repeats bit by bit.
 
-A group ends exactly once: trained on, filtered or dropped. Groups that ended by the time of a take are consumed with
-it. All others are played again when a run resumes there. Environments are chosen and tasks drawn by integers (see
-`routing`). So the state of the stream is small: a count of groups for each environment, up to the first group that was
-not consumed, and the numbers of consumed groups beyond it.
+A group ends exactly once: trained on, filtered or dropped. A take consumes the groups that it returns, and all groups
+that were filtered or dropped until then. A run that resumes after this take plays all other groups again. The
+environment and the task of a group are functions of a few integers (see `routing`). So the state of the stream is
+small: a count of groups for each environment, up to the first group that was not consumed, and the numbers of the
+consumed groups after it.
 """
 
 import asyncio
@@ -79,8 +80,9 @@ class RolloutStream:
     ) -> None:
         """Make a stream. It plays nothing before the first take.
 
-        `section.max_context` 0 sets no limit, so resolve it to the model's first. A loop that is passed in stays open
-        when the stream is closed. `greedy`: each group has one more episode, at temperature 0; see `Group.greedy`.
+        A `section.max_context` of 0 means no limit, so the caller must replace 0 by the model's limit. A loop that is
+        passed in stays open when the stream is closed. `greedy`: each group has one more episode, at temperature 0; see
+        `Group.greedy`.
         """
         self._routes, self._section, self._filters, self._status = tuple(routes), section, tuple(filters), status
         self._shares = Shares([route.weight for route in routes])
@@ -89,7 +91,7 @@ class RolloutStream:
         self._greedy, self._seed, self._journal = greedy, seed, journal
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
-        """All requests pass it on their way to the generator; see `paused`."""
+        """The gate that all requests pass on their way to the generator; see `paused`."""
         usual = Sampling(section.max_tokens, section.temperature, stop=tuple(section.stop))
         self._sampling = {route.name: route.sampling(usual) for route in routes}
         self._sizes = [route.group_size or group_size for route in routes]
@@ -112,7 +114,7 @@ class RolloutStream:
         self._curricula = Curricula(self._routes, self._fail)
         self._admitted = [0] * len(self._routes)  # per environment, over the whole run
         self._slots: list[Slot] = []  # admitted and not consumed, in order
-        self._beyond: dict[int, int] = {}  # index -> route of consumed groups behind one that is not
+        self._beyond: dict[int, int] = {}  # index -> route of consumed groups after one that is not
         self._skipped: set[int] = set()  # consumed in an earlier attempt, not yet reached by admission
         self._running: dict[int, asyncio.Task[None]] = {}
         self._size = 0  # groups per take
@@ -156,7 +158,7 @@ class RolloutStream:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold back all new requests of this stream during the body. It begins when the running requests have finished.
+        """Hold back all new requests of this stream during the body. The body begins when no request is running.
 
         Other users of the generator then have it to themselves, so their results do not depend on timing.
         """
@@ -178,7 +180,7 @@ class RolloutStream:
         return self.loop.call(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Only before the first take."""
+        """Continue at the position of a `state`. Call this before the first take."""
         groups, names = dict(state["groups"]), [route.name for route in self._routes]
         if set(groups) != set(names):
             raise CheckpointError(

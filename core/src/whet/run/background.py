@@ -16,7 +16,7 @@ class Background:
     def __init__(self) -> None:
         self._running: Future[None] | None = None
         self.longest = 0.0
-        """Seconds of the longest work that has been done, counted from the moment that `start` was told."""
+        """Seconds of the longest work that has been done, counted from the `since` of `start`."""
 
     @property
     def busy(self) -> bool:
@@ -37,7 +37,7 @@ class Background:
                 self.longest = max(self.longest, time.perf_counter() - since)
                 running.set_result(None)
 
-        # A daemon: whoever ends a run without waiting does not wait here.
+        # A daemon: a run that ends without waiting does not wait for this thread.
         threading.Thread(target=run, name="whet save", daemon=True).start()
 
     def check(self) -> None:

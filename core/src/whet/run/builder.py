@@ -1,6 +1,6 @@
 """Builds the parts of a run in the order in which they need each other. Each stage returns what it made.
 
-begin         worker processes, which import meanwhile; inputs; the run folder at its last checkpoint    -> Begun
+begin         worker processes, which import in parallel; inputs; the folder at its last checkpoint      -> Begun
 build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weight sync, steps             -> Parts
 """
 
@@ -208,7 +208,7 @@ def _evaluation(
 
 
 def _recorder(section: "RecordSection", outputs: Any, backend: Any, pieces: Any, folder: Any) -> "Recorder":
-    """Return the recorder of episodes. Without a distribution that records tokens, the journal states it."""
+    """Return the recorder of episodes. If no installed distribution records tokens, the journal states why."""
     from whet.rollout.recorder import MessageRecorder
 
     if not (missing := RECORDER.missing()):
@@ -229,7 +229,7 @@ def _sinks(
 
     position: dict[str, Any] = {"rollouts": stream.state() if stream else {}}
     saving, warned = Background(), list[str]()
-    # After an error, what is under way becomes durable before the workers are closed.
+    # After an error, the save that is under way becomes durable before the workers are closed.
     attempt.closers.append(lambda: None if attempt.interrupts.abandon else saving.wait())
     data = begun.inputs.data
 
@@ -275,7 +275,7 @@ def _sinks(
 def _begin_save(
     attempt: Attempt, models: Models, section: "RunSection", saving: Background, step: int, state: Mapping[str, Any]
 ) -> None:
-    """Save all models, or begin to, once the save before is durable."""
+    """Wait until the previous save is durable. Then save all models, or begin to save them."""
     since, folder = time.perf_counter(), attempt.folder
     saving.wait()
     saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
@@ -299,7 +299,7 @@ def _serve(
     prepared: Prepared, attempt: Attempt, models: Models, chat: "Tokenizer", stream: "RolloutStream | None",
     endpoints: InstalledEndpoints,
 ) -> Callable[[], None]:  # fmt: skip
-    """Serve the model of the run from its first weights on, and return the function that ends it."""
+    """Serve the model of the run from its first weights on, and return the function that closes the endpoint."""
     from whet.rollout.gate import Gate
 
     assert models.generator is not None  # the plan refuses to serve without one

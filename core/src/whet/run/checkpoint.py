@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 MANIFEST, STATE, PARTIAL = "complete.json", "state.json", ".partial"
 _NUMBER = re.compile("[0-9]{6,15}")
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a file of JSON, and finding something in it, may raise."""
+"""The errors of reading a JSON file and of looking up its values."""
 Save = Callable[[Path], "Callable[[], object] | None"]
-"""Saves into a folder, and returns when what it saves may change. It returns a function that waits until the files are
-durable, or None if they are."""
+"""Saves a model into a folder. After it returns, the model may change. It returns a function that waits until the files
+are durable, or None if they are durable already."""
 
 
 @frozen
@@ -90,7 +90,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
 
 @contextmanager
 def _removed(partial: Path) -> Iterator[None]:
-    """Remove a checkpoint that cannot be saved: it may be what fills the disk."""
+    """Remove the unfinished checkpoint if the body cannot save it: its files may be what fills the disk."""
     try:
         yield
     except WhetError:
@@ -103,7 +103,7 @@ def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> N
     if keep:
         kept = {step for step, _ in _folders(run)[:keep]} | ({*ranking(run, best)[: best.count]} if best else set())
         for folder in [folder for step, folder in _folders(run) if step not in kept]:
-            partial = folder.with_name(folder.name + PARTIAL)  # half of it must not look like a damaged one
+            partial = folder.with_name(folder.name + PARTIAL)  # a half-deleted one must not look damaged
             with suppress(OSError):
                 folder.rename(partial)
             shutil.rmtree(partial, ignore_errors=True)
@@ -121,7 +121,7 @@ def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
 
 
 def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
-    """Return a warning that a saved step does not have the metric. Empty: it is, or the step is not evaluated."""
+    """Return a warning if a saved step lacks the metric. Empty: the step has it, or the step was not evaluated."""
     family = best.metric.partition("/")[0] + "/"
     evaluated = family not in ("evaluation/", "validation/") or any(name.startswith(family) for name in metrics)
     if best.metric in metrics or not evaluated:
@@ -136,7 +136,7 @@ def newest(run: RunFolder) -> int:
 
 
 def position(run: RunFolder, step: int) -> dict[str, int]:
-    """Return the position in the data of a checkpoint; empty if it has none. Its files are not checked."""
+    """Return the position in the data of a step's checkpoint; empty: there is none. The files are not checked."""
     for number, folder in _folders(run):
         with suppress(*_UNREADABLE):
             if number == step:

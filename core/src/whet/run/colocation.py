@@ -2,7 +2,7 @@
 
     take, evaluate, probe       generation's turn    the backend sleeps; the generator is awake, and requests pass
     train, score, save, ...     training's turn      no request passes, the generator sleeps; the backend is awake
-    a weight sync               training's turn      the generator takes back what weights need, the rest at its turn
+    a weight sync               training's turn      the generator wakes for weights only, for the rest at its turn
 
 The thread that drives a run begins each turn. A request waits for its turn at a gate. An environment that asks a
 further model waits on its own thread. A turn ends after all requests and calls under way are answered.
@@ -40,7 +40,7 @@ class Turns:
     loop: "EpisodeLoop"
     """The loop on which requests are made."""
     gate: Gate = field(factory=Gate, init=False)
-    """Requests pass it."""
+    """The gate that requests pass."""
     _handles: "dict[str, Backend | Generator]" = field(factory=dict, init=False)
     _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
     """`weights`: a generator that received new weights while it slept, and has taken back nothing else."""
@@ -54,7 +54,7 @@ class Turns:
     _given_back: dict[str, int] = field(factory=dict, init=False)
 
     def join(self, role: str, handle: "Backend | Generator") -> None:
-        """Put a role to sleep that has just been started, so that the next one to start finds the memory free."""
+        """Put a role to sleep right after its start, so that the next role to start finds the memory free."""
         if self._side(role) is not None:
             self._handles[role], self._states[role] = handle, "awake"
             self._sleep(role)
@@ -91,13 +91,13 @@ class Turns:
             self._states[role] = "weights"
 
     def close(self) -> None:
-        """Wake all threads that wait for a turn: none comes any more."""
+        """Wake all threads that wait for a turn, because no further turn comes."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return how much memory each role gave back, of all its ranks, since the last call."""
+        """Return the most memory that each role, with all its ranks, freed in one sleep since the last call."""
         given, self._given_back = self._given_back, {}
         return {f"given_back_mib/{role}": largest(count / 2**20) for role, count in given.items()}
 
@@ -146,7 +146,7 @@ class Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == GENERATION or self._closed)
             if self._turn != GENERATION:
-                raise WhetError("the run ended before the turn of who is asked came")
+                raise WhetError("the run ended before the turn of the requested model")
             self._asking += 1
         try:
             yield

@@ -70,8 +70,8 @@ def run(
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     """Return the steps of a run that is finished. None: something is left to do. Nothing is started.
 
-    Where its last run attempt was killed at the very end, the journal is closed. Raises `CheckpointError` where the
-    folder holds another run.
+    If the last run attempt was killed at its very end, the journal gets the line that is missing. Raises
+    `CheckpointError` if the folder holds another run.
     """
     config, done = prepared.config, checkpoint.newest(folder)
     left = done < (config.run.steps or 1) or (config.run.export and not _exported(folder))
@@ -91,7 +91,7 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
 
 
 def _run_attempts(open_run: "_OpenRun") -> Outcome:
-    """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
+    """Run until the end. If workers are lost and recovery allows it, run again from the last checkpoint."""
     while True:
         try:
             with open_run.attempt() as parts:
@@ -231,7 +231,7 @@ class _OpenRun:
 
 @contextmanager
 def _claimed(section: RunSection) -> Iterator[RunFolder]:
-    """Lock a run folder meanwhile."""
+    """Lock a run folder during the body."""
     folder = RunFolder(section.folder, private_records=section.private_records)
     with closing_all([]) as closers:
         folder.claim()

@@ -200,7 +200,7 @@ class TimedRollouts:
             with self._interruptible(), self._spans.phase("rollout", "take"):
                 batch = self._stream.take(groups)
         except Interrupted:
-            self._stream.close()  # or the answers under way would hold up whatever is to be saved
+            self._stream.close()  # otherwise running requests would delay the save
             raise
         self._taken(batch)
         return batch

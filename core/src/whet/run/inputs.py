@@ -55,7 +55,7 @@ def read_inputs(
         folder, arguments = prepared.models.get(role, prepared.model).path, section.template
         chat: Any = chats().ChatTokenizer(folder, section.chat_template, began, arguments)
         if config.environments or config.evaluation.environments:
-            _ = chat.template  # one that is missing or cannot be read would fail every episode
+            _ = chat.template  # raises now: without a template, every episode would fail
         found: Tokenizer = chat
         return found
 

@@ -2,7 +2,7 @@
 
 moment      first Ctrl-C                                  Ctrl-C again
 start-up    the run ends; what was started is closed      the process ends; the watchdog kills the workers
-a step      see `whet.run.steps`: finish, save, end           the run ends without saving; what was started is closed
+a step      finish, save, end; see `whet.run.steps`       the run ends without saving; what was started is closed
 export      the model is written, then the run ends       the run ends without the model
 a job       an evaluation or an export ends               the process ends; the watchdog kills the workers
 closing     closing goes on                               the process ends; the watchdog kills the workers
@@ -42,7 +42,7 @@ class Interrupts:
 
     @contextmanager
     def listening(self) -> Iterator["Interrupts"]:
-        """Handle Ctrl-C meanwhile; only in the main thread, where Python allows it."""
+        """Handle Ctrl-C during the body; only in the main thread, where Python allows it."""
         with on_signals(self._on_signal, [signal.SIGINT]):
             yield self
 
@@ -82,11 +82,11 @@ def acknowledge(number: int, words: str) -> None:
 
 
 def announce(line: str) -> None:
-    """Write a line on stderr about what happens to the run, past a live display."""
-    # What reads along may have received the Ctrl-C as well, and be gone.
+    """Write a line on stderr about what happens to the run, also while a live display is shown."""
+    # The program that reads stderr may have received the Ctrl-C, too, and be gone.
     with suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
-            # Past Python's buffers: a live display may be in the middle of a line. The line with ^C is taken away.
+            # Without Python's buffers: a live display may be in the middle of a line. The line with ^C is erased.
             dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
             os.write(sys.stderr.fileno(), f"{chr(10) if dumb else ERASE_LINE}{line}\n".encode())
             return
@@ -100,7 +100,7 @@ def announce(line: str) -> None:
 def on_signals(function: Callable[[int], None], numbers: list[signal.Signals] | None = None) -> Iterator[None]:
     """Call a function on SIGTERM, SIGUSR1, SIGINT and SIGHUP, or on the signals given; only in the main thread."""
     if numbers is None:
-        # Under nohup a closed terminal is to be ignored, and stays so.
+        # Under nohup, SIGHUP is ignored, and must stay ignored.
         hangups = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangups]
     if threading.current_thread() is not threading.main_thread():

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Attempt:
-    """The things that all parts of one run attempt, or of a job beside a run, share."""
+    """The objects that all parts of one run attempt share. A job beside a run has them, too."""
 
     folder: RunFolder
     observers: Observers
     closers: list[Callable[[], None]]
-    """Close what was built; called in reverse order."""
+    """Functions that close what was built. They are called in reverse order."""
     recovery: Recovery
     interrupts: Interrupts = Factory(Interrupts)
     again: bool = False
@@ -78,11 +78,11 @@ class Models:
     """The roles that generate with older weights of the policy."""
 
     def within_turn(self, *around: Around) -> BackendHandle:
-        """Return a handle of the backend whose calls wait for its turn, and are made inside of `around`."""
+        """Return a handle of the backend. Each call begins the turn of the backend, and runs inside of `around`."""
         return BackendHandle(self.built["backend"], *self.turns.around("backend"), *around)
 
     def probe(self, requests: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine that asks the generator for completions past the gate, at the generator's turn."""
+        """Begin the generator's turn, and run a coroutine whose requests to the generator do not pass the gate."""
         self.turns.probing()
         return self.loop.run(requests)
 
@@ -131,10 +131,10 @@ def start(
     info: RunInfo, sync: WeightSync | None = None, turns: Turns | None = None,
     older: Mapping[str, OlderSelf] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
-    """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
+    """Start the workers of roles, and return what their components built. Add further models to `attempt.roles`.
 
-    `turns`: each role sleeps as soon as it is started. `sync` and `older`: what new replicas of the generator and of
-    further generators get their weights from.
+    `turns`: each role sleeps as soon as it is started. `sync` sends weights to new replicas of the generator, and
+    `older` to new replicas of further generators.
     """
     asked, syncs = prepared.roles.asked_by(""), {"generator": sync, **{name: one.sync for name, one in older.items()}}
 

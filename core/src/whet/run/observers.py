@@ -65,7 +65,7 @@ class Observers:
         self._tell("status", text)
 
     def rewind(self, step: int) -> None:
-        """Send to loggers that the steps after this one are taken again; -1: all."""
+        """Notify the loggers that the steps after this one are taken again; -1: all steps are."""
         self._tell("rewind", step)
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Observers:
         return found
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Send to loggers the states that a checkpoint has."""
+        """Restore the states of the loggers from a checkpoint."""
         self._each(lambda name, logger: load_states({name: logger}, saved))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Restarts after worker processes die or hang, as often as the budgets of a run allow. Each restart is reported.
 
-    a replica of a generator   restarted by itself, its requests go to others   cluster.recovery.replicas
+    a replica of a generator   only this replica; others take its requests      cluster.recovery.replicas
     any other worker           the whole run, from its last checkpoint          cluster.recovery.restarts
 
 An exception that a worker raises ends the run at once: it is a bug or a wrong config, and would be raised again.
@@ -90,6 +90,6 @@ class Recovery:
         self._folder.journal(
             event, role=error.role, rank=error.rank, phase=error.phase, cause=error.cause[:500], left=left
         )
-        with suppress(OSError):  # nobody may read along any more
+        with suppress(OSError):  # the program that reads stderr may be gone
             print(f"{who} was lost in {error.phase}: {error.cause}; {outcome} ({left} more allowed)", file=sys.stderr)
         return True

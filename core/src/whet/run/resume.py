@@ -1,9 +1,9 @@
-"""Which run a folder holds, after which step it goes on, and how many steps it has.
+"""Checks that a run folder holds the same run, and finds after which step the run continues and how many it has.
 
 The fingerprint of a run has everything that decides its numbers:
 
 inputs of a run -> fingerprint -> differs from that of the folder or its checkpoint: refused
--> else rewind the folder to the checkpoint, and write what the run consists of
+-> else rewind the folder to the checkpoint, and write the config, the versions and the plan of the run
 """
 
 import hashlib
@@ -56,7 +56,7 @@ Status = Callable[[str], None]
 
 @frozen
 class Opened:
-    """A run folder that is this run's, at its last checkpoint."""
+    """The state of a run folder that was opened at its last checkpoint."""
 
     saved: "Checkpoint | None"
     """The last checkpoint; None: the run begins."""
@@ -75,10 +75,10 @@ def open_run(
     prepared: "Prepared", folder: "RunFolder", data: "OfflineData | None", routes: "Sequence[Route]", status: Status,
     again: bool = False,
 ) -> Opened:  # fmt: skip
-    """Rewind a run folder to its last checkpoint, and write what the run consists of.
+    """Rewind a run folder to its last checkpoint, and write the config, the versions and the plan of the run.
 
-    Raises `CheckpointError` where the folder's run is not to be gone on with; nothing is changed then. `again`: this
-    very process has opened it before.
+    Raises `CheckpointError` if the run of the folder must not be continued; then nothing is changed. `again`: this
+    process has opened the folder before.
     """
     config = prepared.config
     fingerprint = run_fingerprint(config, prepared.model, data, routes, prepared.models)
@@ -88,7 +88,7 @@ def open_run(
     if saved:
         refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), fingerprint, config)
     done, state = (saved.step, saved.state) if saved else (0, {})
-    # after another run is refused: it may take minutes
+    # after the check for another run, because it may take minutes
     total = count_steps(
         config.run, prepared.roles.algorithm.records_per_step, data, done, state.get("data", {}), status
     )
@@ -106,7 +106,7 @@ def open_run(
 def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
     """Return the fingerprint of the run that a folder holds; None: it holds none.
 
-    Raises `CheckpointError` where `run.resume` does not allow that.
+    Raises `CheckpointError` if `run.resume` does not allow the result.
     """
     held = folder.read_json("identity.json") if folder.has_steps() else None
     if held is not None and resume == "never":
@@ -119,7 +119,7 @@ def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
 def refuse_another(found: str, before: Any, fingerprint: Mapping[str, Any], config: "Config") -> None:
     """Raise `CheckpointError` if a fingerprint differs from the fingerprint of an earlier run or checkpoint.
 
-    Keys that were renamed since then, and those of `run.allow_changed`, do not differ.
+    Renamed keys, and the keys in `run.allow_changed`, do not count as a difference.
     """
     different = checkpoint.differences(renewed(before, config), fingerprint, config.run.allow_changed)
     if different:
@@ -133,7 +133,7 @@ def count_steps(
     run: "RunSection", size: int | None, data: "OfflineData | None", done: int, position: Mapping[str, int],
     status: Status,
 ) -> int:  # fmt: skip
-    """Return the steps of the run in all, and set the data to go on after the steps that are done.
+    """Return the total number of steps of the run, and set the data to continue after the finished steps.
 
     `size` is the number of records of a step. The steps of epochs are known once the data has been read and tokenised.
     """
@@ -149,7 +149,7 @@ def count_steps(
 def nothing_left(
     run: "RunSection", size: int | None, folder: "RunFolder", done: int, data: "OfflineData | None"
 ) -> bool:
-    """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
+    """Return whether the run has finished all its steps. Data is read only if no checkpoint has its position."""
     if run.epochs is None or data is None:
         return done >= (run.steps or 0)
     position = checkpoint.position(folder, done)

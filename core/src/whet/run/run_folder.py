@@ -29,7 +29,7 @@ from whet.errors import CheckpointError
 from whet.interfaces.logger import Event
 
 PRIVATE: Final = ("rollouts/", "evaluations/", "tables/", "endpoint.jsonl")
-"""Files of the run folder with what the model was asked and said: prompts may be a company's or a user's own."""
+"""Files of the run folder with prompts and responses: they may have private data of a company or a user."""
 STEPS: Final = ("metrics.jsonl", "histograms.jsonl", "spans.jsonl")
 """Files of rows that name their step."""
 SAMPLED_ROWS: Final = 64
@@ -82,16 +82,16 @@ class RunFolder:
                 self._lock = None
 
     def has_steps(self) -> bool:
-        """Return whether there is anything to resume or to lose: a run that fails before its first step leaves none."""
+        """Return whether there is anything to resume or to lose: a run that fails before its first step has nothing."""
         metrics = self.path / "metrics.jsonl"
         return any(self.checkpoints.glob("step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a small file whole: it is either the old one or the new one."""
+        """Write a small JSON file atomically: after a kill, the file is either the old one or the new one."""
         self.write_text(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small text file whole."""
+        """Write a small text file atomically."""
         target = self.path / name
         with disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class RunFolder:
             partial.replace(target)
 
     def read_json(self, name: str) -> Any:
-        """Read a JSON file; None where there is none."""
+        """Return the value in a JSON file; None: there is no such file."""
         try:
             with reading(self.path / name):
                 return json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ class RunFolder:
                     while left:
                         left = left[stream.write(left) :]
                 except OSError:
-                    stream.truncate(end)  # all rows or none: what is there stays readable
+                    stream.truncate(end)  # all rows or none, so that the file stays readable
                     raise
 
     def publish(self, name: str, event: Event) -> None:
@@ -137,7 +137,7 @@ class RunFolder:
 
     def publish_later(self, name: str, make: Callable[[], Event]) -> None:
         """Make and append the rows of an event on another thread. The next call or `settle` tells the listener, or
-        raises what failed.
+        raises the error.
         """
 
         def write() -> Event:
@@ -149,7 +149,7 @@ class RunFolder:
         self._writing = self._writer.submit(write)
 
     def settle(self) -> None:
-        """Wait until what was to be appended later is written."""
+        """Wait until the rows of `publish_later` are written, and tell the listener."""
         writing, self._writing = self._writing, None
         if writing is not None:
             self.listener(writing.result())
@@ -184,7 +184,7 @@ class RunFolder:
         self.listener(Event(event, details.get("step", details.get("after_step")), details=details))
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps: they will be taken again. The journal remembers, and says so."""
+        """Delete rows and files of later steps, because these steps are taken again. The journal keeps its lines."""
         if (self.path / "journal.jsonl").exists():
             self._keep_rows("journal.jsonl", math.inf)
             self.journal("rewound", after_step=max(0, step))

@@ -83,7 +83,7 @@ class StallMonitor:
         while not self._over.wait(pause):
             try:
                 self.look()
-            except Exception as error:  # whatever it stumbles over, the run goes on, and so does the watch
+            except Exception as error:  # no error ends the run or this monitor
                 guard.report(error)
 
 

@@ -35,7 +35,7 @@ def make_worker_groups(
 ) -> WorkerGroups:  # fmt: skip
     """Start the processes of the roles at `places`; they import while the driver prepares. `name` is the run's.
 
-    A launcher is imported only where it is used. What takes time begins in the background.
+    A launcher is imported only if it is used. Slow work begins in the background.
     """
     if section.workers == "inline":
         from whet.runtime.inline import InlineWorkerGroup
@@ -86,7 +86,7 @@ def start_roles(
             except BaseException as error:
                 for left in group[at:]:
                     made[left].set_exception(error)
-                if not isinstance(error, Exception):  # Ctrl-C waits for nobody
+                if not isinstance(error, Exception):  # Ctrl-C does not wait for other roles
                     raise
                 return
 

@@ -1,4 +1,4 @@
-"""The time until the first step of a run attempt is over, and what took it."""
+"""Measures the time from the start of a run attempt to the end of its first step, and the parts of this time."""
 
 import os
 import time
@@ -15,15 +15,15 @@ TOTAL = "seconds/startup"
 BEFORE = frozenset({"load plugins", "config", "prepare", "import", "start", "load", "tokenise"})
 """Phases that come before the first step and are no part of it."""
 _OUTERMOST = BEFORE | {"weight_sync", "probe", "evaluate", "score", "sleep", "wake"}
-"""Phases before the first step; of those within each other the inner one counts."""
+"""Phases before the first step. If one phase contains another, the inner one counts."""
 
 
 @define
 class Startup:
     """Adds up what happened before the first step, and that step, from `began` on.
 
-    A moment at which several phases are under way counts for the one that is over first; what of the others is left
-    then is what they took longer.
+    If several phases run at the same moment, the moment counts for the phase that ends first. So each other phase
+    counts only the time by which it takes longer.
     """
 
     began: float
@@ -32,7 +32,7 @@ class Startup:
     _over: bool = field(default=False, init=False)
 
     def metrics(self, spans: Iterable[Span], step_seconds: float, first: bool) -> dict[str, float]:
-        """Take the spans of a record. Return the metrics with the first step, and none before and after it."""
+        """Add the spans of a record. Return the metrics with the first step, and none with any other record."""
         if self._over:
             return {}
         step_began = time.time() - step_seconds
@@ -59,7 +59,7 @@ def _shares(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def process_began() -> float:
-    """Return when this process was started, in seconds since the epoch; the present where the system does not say."""
+    """Return when this process was started, in seconds since the epoch; the present if it is not known."""
     now = time.time()
     try:
         started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])

@@ -5,7 +5,7 @@
         step.log(metrics)            as often as needed; metrics merge by their kind
         step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
 
-A step that was begun must be finished. What an algorithm must remember from one step to the next is in `steps.state`.
+An algorithm must finish each step that it begins. It keeps values for later steps in `steps.state`.
 """
 
 import copy
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 MARGIN, SPARE_SECONDS = 1.2, 20.0
-"""A step and a save are expected to take this times the longest so far, and the end of the run this many seconds."""
+"""The expected time of a step and a save, relative to the longest so far; the expected time of the end of a run."""
 UNKNOWN_SAVE_SECONDS = 60.0
 """A first save is expected to take as long as a step, and at least this many seconds."""
 
 
 class Interrupted(BaseException):
-    """A signal ended a wait; the last finished step can be saved. Nothing that handles errors may swallow it."""
+    """A signal ended a wait; the last finished step can be saved. Code that handles errors must not catch it."""
 
 
 @define
@@ -65,7 +65,7 @@ class Step:
         self._steps.publish(f"tables/step-{self.number:06d}-{name}.jsonl", Event("table", self.number, name, rows=rows))
 
     def due(self, every: int) -> bool:
-        """Return whether something that happens every so many steps, and after the last, happens now. 0: only last."""
+        """Return whether an action of every `every` steps is due now. After the last step it is; 0: only then."""
         return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
 
     def finish(self, batch: "Batch") -> None:
@@ -84,11 +84,11 @@ class Sinks:
     log: Callable[[int, Mapping[str, float]], None]
     """Send metrics to loggers and hooks."""
     save: Callable[[int, Mapping[str, Any], bool], None]
-    """(step, what the algorithm carries, whether a signal ends the run): write a checkpoint, or begin to."""
+    """(step, `Steps.state`, whether a signal ends the run): write a checkpoint, or begin to write it."""
     gather: Callable[[], Mapping[str, Metric]]
     """Return metrics that others collected meanwhile, e.g. the rollout stream."""
     saving: Background = field(factory=Background)
-    """What `save` has begun."""
+    """The save that `save` has begun."""
 
 
 class Steps:
@@ -103,8 +103,8 @@ class Steps:
         self.total = total or section.steps or 0
         """Steps of the run in all."""
         self.state: dict[str, Any] = dict(state or {})
-        """What an algorithm carries from step to step beside weights: builtins, which JSON keeps to the last bit. Saved
-        with each checkpoint, and there again when the run resumes from it."""
+        """The values, besides weights, that an algorithm keeps from step to step: builtins that JSON stores exactly.
+        They are saved with each checkpoint, and a resumed run has them again."""
         self.saved_state = copy.deepcopy(self.state)
         """`state` as the last finished step left it."""
         self.done = done
@@ -133,7 +133,7 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         with self._listening:
             self._listening.enter_context(on_signals(self._stop))
-            self._interrupts.moment = "closing"  # is what follows the loop
+            self._interrupts.moment = "closing"  # what follows the loop
             if self._before:
                 self._record(0, self._before)
             while self.done < self.total and self.stopped_by is None:
@@ -156,11 +156,11 @@ class Steps:
         self._limits.append((moment, why))
 
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
-        """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
+        """Add metrics of the model before its first step. They become the row of step 0."""
         self._before = merging.merge([self._before, metrics])
 
     def close(self) -> None:
-        """Take no more signals. An error that left the loop may keep it alive for long, by its traceback."""
+        """Stop handling signals. After an error, the traceback may keep the loop over the steps alive for long."""
         self._listening.close()
 
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
@@ -228,7 +228,7 @@ class Steps:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """End what happens inside at once on a signal; for waits during which the weights do not change."""
+        """End the body at once on a signal. This is for waits during which the weights do not change."""
         with self._while("waiting"):
             if self.stopped_by is not None:
                 raise Interrupted
@@ -259,9 +259,9 @@ class Steps:
         return f"ending; {kept}; Ctrl-C again ends at once"
 
     def save_now(self) -> None:
-        """Save the last finished step, unless that is done, and wait for the save that is under way.
+        """Save the last finished step, unless it is saved already, and wait for the save that is under way.
 
-        A second SIGTERM does not cut it short.
+        A second SIGTERM does not end the save early.
         """
         with on_signals(self._stop):
             if self._saved != self.done:

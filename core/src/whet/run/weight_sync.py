@@ -48,8 +48,9 @@ class WeightSync:
     ) -> None:  # fmt: skip
         """Take a spec without session and version, which each sync sets.
 
-        `carry` brings what was sent to the other nodes of receivers, after the senders are done. `loss` returns the
-        loss of a process of a role in a phase: a receiver fails, too, when its sender has died.
+        `carry` copies the weights to the other nodes that have receivers, after the senders are done. `loss` returns
+        the error of a role that lost a process in a phase. If a sender dies, its receiver fails, too, and the error of
+        the sender is the one to raise.
         """
         self._template, self._spans, self._on_weight_update, self._carry = spec, spans, on_weight_update, carry
         self._loss = loss
@@ -65,8 +66,8 @@ class WeightSync:
     ) -> None:  # fmt: skip
         """Take both ends, once they are started.
 
-        `before` is called before each sync, outside of what a resync waits for. The functions of `after` are called
-        with each version that was sent.
+        `before` is called before each sync, and a resync does not wait for it. The functions of `after` are called with
+        each version that was sent.
         """
         self._backend, self._generator, self._before, self._after = backend, generator, before, after
         self._probe = probe
@@ -115,7 +116,7 @@ class WeightSync:
             if self._probe is not None and self._proof is None:
                 self._probe.overdue = True
             if self._last is not None:
-                self._carry(self._last)  # the receiver may be on a node that had none
+                self._carry(self._last)  # the receiver's node may not have the weights yet
             give(self._last, self._proof)
 
 

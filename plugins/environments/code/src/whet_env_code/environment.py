@@ -45,7 +45,7 @@ class Code:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Weight 1 for `correct`, and that of `passed` where it is wanted. `runs`, calls of the tool, has weight 0."""
+        """Weight 1 for `correct`, and `partial_weight` for `passed`. `runs`, the calls of the tool, has weight 0."""
         weights = {"correct": 1.0}
         if self._config.partial_weight:
             weights["passed"] = self._config.partial_weight
@@ -126,7 +126,7 @@ class Code:
         return Task(conversation([*system, Message("user", text)]), data, id=row.where)
 
     def _wrong_solutions(self, file: Any) -> dict[str, str]:
-        """Grade the own solution of every record. Return why it is wrong, by place of the record, where it is."""
+        """Grade the own solution of every record. Return the reason of each wrong one, by the place of its record."""
         from whet_data.readers import read
 
         async def grade(row: Row) -> str:

@@ -1,12 +1,12 @@
-"""Grade a program by hidden tests: program and tests run in a sandbox each, and only plain data crosses between them.
+"""Grade a program by hidden tests: program and tests run in separate sandboxes, which exchange only plain data.
 
     sandbox of the tests                driver                  sandbox of the program
     check(candidate): candidate(3)  ->  {"call": "f", ...}  ->  f(3)
                       9 == 9        <-  {"value": 9}        <-  9
     {"passed": 1, "total": 1}       ->
 
-The program sees the arguments of a call, and nothing else of the tests: neither their text nor what they expect. What
-it prints, how it exits and what it does to its interpreter cannot become a passed test.
+The program sees the arguments of a call, but neither the text of the tests nor the results that they expect. So its
+output, its exit code and its changes to its interpreter cannot pass a test.
 """
 
 import json
@@ -28,22 +28,22 @@ _INSIDE: Final = {
 }
 _CHECK: Final = re.compile(r"^def check\(", re.MULTILINE)
 _CALL: Final = b'{"call": '
-"""How a call begins. It is passed on unread: its arguments may be the program's own values, such as an integer of more
-digits than the driver's JSON takes, and an error here would look like a failure of the driver."""
+"""How a call begins. The driver does not parse a call: its arguments may be the program's own values, such as an
+integer with more digits than the driver's JSON accepts, and an error would look like a failure of the driver."""
 _MOST_CALLS: Final = 100_000
 _LAST_WORDS: Final = 300
 
 
 @frozen
 class Verdict:
-    """What the tests say of a program."""
+    """The result of a program's tests."""
 
     passed: int
     """Tests that it passed."""
     total: int
-    """Tests, as far as they are known: after an error outside of an assert, those that ran or are written."""
+    """Known tests. After an error outside of an assert, these are the tests that ran or are written in the text."""
     reason: str
-    """Why it is not right. Empty: it is. It may quote the program, which is hostile."""
+    """Why the program is wrong. Empty: it is right. The reason may quote the program, which is hostile."""
 
     @property
     def correct(self) -> bool:
@@ -57,12 +57,12 @@ class Verdict:
 
 
 class Grader:
-    """Grades programs, some at a time."""
+    """Grades programs, several at the same time."""
 
     def __init__(self, sandbox: Sandbox, pairs: int, every: bool) -> None:
         """Grade in a sandbox. `pairs`: most gradings at a time, each of which takes two. `every`: run all tests."""
         self._sandbox, self._every = sandbox, every
-        # a grading that has one sandbox and waits for a second could wait for another that does the same
+        # Without this gate, two gradings that have one sandbox each could wait for each other's second sandbox.
         self._gate = Gate(pairs)
 
     async def by_tests(self, program: str, tests: str, *, name: str = "", before: str = "", setup: str = "") -> Verdict:
@@ -118,7 +118,7 @@ class Grader:
 
 
 class _ProgramSide:
-    """The program, as the tests reach it. Once it has ended, every call says so."""
+    """The program, as the tests call it. After the program has ended, every call returns how it ended."""
 
     def __init__(self, session: Session, seconds: float) -> None:
         self._session, self._left = session, seconds
@@ -150,7 +150,7 @@ class _ProgramSide:
 
 
 def _tests(sandbox: Sandbox) -> Limits:
-    """Return the limits of the tests: wide, because they are the data set's, and the program is to be limited."""
+    """Return the limits of the tests. They are wide: the tests belong to the data set and are not hostile."""
     given = sandbox.limits
     return evolve(
         given, cpu_seconds=10 + 4 * given.cpu_seconds, wall_seconds=60 + 2 * given.wall_seconds,

@@ -39,10 +39,10 @@ def blocks(text: str) -> list[Block]:
 
 
 def program_in(text: str, before: str, name: str) -> str:
-    """Return the whole program: what stands before the response, and the response's code.
+    """Return the whole program: `before`, and the response's code.
 
-    The code is the last fenced block of Python that defines `name`, else the last one, else, where there is no block at
-    all, the response as it continues `before`. Empty: there is no program.
+    The code is the last fenced block of Python that defines `name`, or else the last block. If there is no block, the
+    whole response is the code, as the continuation of `before`. Empty: there is no program.
 
     :param before: the beginning of the program, e.g. imports and the head of the function. :param name: the function
         that is graded; empty: none in particular.

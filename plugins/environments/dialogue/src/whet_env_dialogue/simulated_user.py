@@ -4,7 +4,7 @@
              -> "Did the assistant give you what you wanted?" -> "Satisfied: yes" -> reward
 
 The user's model is the assistant of its own conversation. The policy's responses are the messages of the other side.
-The verdict is asked in another conversation, with a quoted transcript, so that no response stands beside the question.
+The verdict is asked in another conversation, with a quoted transcript, so that no response is next to the question.
 """
 
 import re

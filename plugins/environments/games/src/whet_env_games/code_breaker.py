@@ -5,7 +5,7 @@
     user       0011: 1 right, 1 in another place
     assistant  <action>0203</action>
 
-A digit counts once: of two equal digits in a guess, one of which is in the code, one is told.
+Each digit of the code counts once: if a guess has a digit twice and the code has it once, one of the two counts.
 """
 
 import random

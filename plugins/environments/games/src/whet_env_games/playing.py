@@ -137,7 +137,7 @@ class GameEnvironment(Generic[P]):
 
     @cached_property
     def _test(self) -> Sequence[Task]:
-        """The distinct tasks, in the order in which they are drawn. Where there are few, draws end with the news."""
+        """The distinct tasks, in the order of the draws. Drawing ends early if new tasks become too rare."""
         wanted, found, last = self._config.test_tasks, dict[str, Task](), 0
         index = 0
         while len(found) < wanted and index - last <= 50 + 10 * len(found):

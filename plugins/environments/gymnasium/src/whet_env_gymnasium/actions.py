@@ -21,13 +21,13 @@ class Actions:
     kind: str
     """`choice`: one of some; `numbers`: several numbers, separated by white space or commas; `text`: any text."""
     words: tuple[str, ...]
-    """Of `choice`: a word for each."""
+    """For `choice`: a word for each action."""
     first: int = 0
-    """Of `choice`: the number of the first one."""
+    """For `choice`: the number of the first action."""
 
     @property
     def named(self) -> str:
-        """Return what the model is told of them."""
+        """Return the text about the actions for the model."""
         if self.kind == "choice":
             return ", ".join(self.words)
         return "numbers, separated by spaces" if self.kind == "numbers" else "any text"

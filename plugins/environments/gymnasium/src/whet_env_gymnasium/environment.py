@@ -5,8 +5,8 @@
     user       the next observation, or why the action is illegal; an illegal action changes nothing
     assistant  ...
 
-The games run in sandboxes, where they cannot harm the run by hanging, crashing or eating memory. An environment that
-does so is infrastructure: its episodes are played again. This process does not import Gymnasium.
+The games run in sandboxes, so a game that hangs, crashes or uses too much memory cannot harm the run. This is a failure
+of infrastructure: the episodes are played again. The driver does not import Gymnasium.
 """
 
 import functools
@@ -117,7 +117,7 @@ class Gymnasium:
         return total > 0 if wanted is None else total >= wanted
 
     def _learn(self) -> None:
-        """Ask for what must be known of the environment, once."""
+        """Request the facts about the environment, once."""
         if not self._facts:
             facts = self._served.greeting()
             if "kind" not in facts:
@@ -167,7 +167,7 @@ class _Game:
 
 
 def problem(config: GymnasiumConfig) -> tuple[str, str] | None:
-    """Return the field that is wrong and the reason, where the game cannot be played on this machine."""
+    """Return the wrong field and the reason, if the game cannot be played on this machine."""
     chosen = config.sandbox
     if reason := why_not(chosen):
         return "sandbox", f"no game can be played in the sandbox {chosen.component.name!r} on this machine: {reason}"

@@ -61,7 +61,7 @@ class NemoGym:
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode in a session of its own. Returns its rewards.
 
-        Raises `InfrastructureError`, and `EpisodeError` if the server does not take the record.
+        Raises `InfrastructureError`, and `EpisodeError` if the server refuses the record.
         """
         record = task.data["record"]
         if (agent := self._agents.get(agent_of(record))) is not None:
@@ -73,7 +73,7 @@ class NemoGym:
         turns = calls = 0
         messages: Conversation = task.prompt
         async with self._free, self._server.session(record) as session:
-            with suppress(ContextFull):  # what there is is verified
+            with suppress(ContextFull):  # the responses so far are verified
                 while turns < self._config.turns:
                     reply = await talk.reply(messages)
                     turns += 1
@@ -141,7 +141,7 @@ class NemoGym:
 
 
 def _described(system: str, items: Any) -> Conversation:
-    """Return what an agent is asked, for records and reports. What is no conversation is shown as it is."""
+    """Return the request to an agent as messages, for records and reports. Other requests are shown as JSON."""
     try:
         return opening(system, items)
     except DataError:

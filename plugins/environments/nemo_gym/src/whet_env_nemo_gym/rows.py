@@ -34,7 +34,7 @@ def agent_of(record: Mapping[str, Any]) -> str:
 
 
 def for_agent(record: Mapping[str, Any], system: str, key: str) -> dict[str, Any]:
-    """Return a record as an agent gets it: it hands the parameters on to the model, with the key of the episode."""
+    """Return a record for an agent. The agent passes its parameters on to the model, with the episode's key."""
     params = dict(parameters(record))
     metadata = params.get("metadata")
     params["metadata"] = {**(metadata if isinstance(metadata, Mapping) else {}), KEY: key}
@@ -66,7 +66,7 @@ def names_of(tools: Tools) -> frozenset[str]:
 
 
 def response(params: Mapping[str, Any], items: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Return a response of the Responses API, with all fields that a resources server insists on."""
+    """Return a response of the Responses API, with all fields that a resources server requires."""
     return {
         "id": f"resp_{name}", "object": "response", "created_at": 0, "model": "policy", "output": list(items),
         "parallel_tool_calls": params.get("parallel_tool_calls", True),

@@ -9,8 +9,8 @@ resources server of its own:
 
     POST /run             the record                    -> record + response + "reward"
 
-What a server sends is not trusted: it is bounded in size and time, and checked. What is wrong with it is an
-`InfrastructureError`, so no episode is scored by it.
+Messages of a server are not trusted: size and time are limited, and the content is checked. An invalid message raises
+`InfrastructureError`, so it scores no episode.
 """
 
 import asyncio

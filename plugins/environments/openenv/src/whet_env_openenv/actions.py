@@ -30,7 +30,7 @@ class ActionFormat:
     """The field whose value is the text of the action. Empty: an action is JSON."""
 
     def described(self) -> str:
-        """Return what the model is told."""
+        """Return the text about actions for the model."""
         place = "all of the message" if self.within == "response" else f"write it as {OPENING}...{CLOSING}"
         if not self.field:
             schema = json.dumps(_plain(self.schema), ensure_ascii=False)[:LONGEST_SCHEMA]

@@ -4,9 +4,9 @@
     -> {"type": "step", "data": {"number": 3}}                                  "reward": 0.0, "done": false}}
     -> {"type": "close"}                             <- {"type": "error", "data": {"code": ..., "message": ...}}
 
-What the server sends is not trusted: it is bounded in size and time, and checked. What is wrong with it is an
-`InfrastructureError`, so that no episode is scored by it. (The server's routes `/reset` and `/step` are of no use: each
-request meets an environment of its own.)
+Messages of the server are not trusted: size and time are limited, and the content is checked. An invalid message raises
+`InfrastructureError`, so it scores no episode. (The server's routes `/reset` and `/step` cannot be used: each request
+gets another environment.)
 """
 
 import asyncio

@@ -6,7 +6,7 @@
     response -> text between the answer's tags  ->  score_answer(answer, data[7]), in a process forked for it
     score                                       <-
 
-This process does not import reasoning-gym. Scorers are strangers' code, and nine of them evaluate the answer.
+The driver does not import reasoning-gym. Its scorers are foreign code, and nine of them evaluate the answer as Python.
 """
 
 import functools
@@ -30,11 +30,11 @@ from whet_sandbox.sandbox import ProgramEnded
 from whet_sandbox.served import Served, ended, is_installed, with_installed
 
 _LONGEST: Final = 100_000
-"""A longer answer counts as none."""
+"""A longer answer counts as no answer."""
 _FOLDER: Final = "whet_env_reasoning_gym/inside"
 _KEPT: Final = 4096
 _UNLIMITED_CPU: Final = 1.0e6
-"""A process answers as long as the run lasts. Its scorings have limits of their own."""
+"""A process serves the whole run, so it has no such limit. Each scoring has its own."""
 
 
 class ReasoningGym:
@@ -62,9 +62,9 @@ class ReasoningGym:
         return GeneratedTasks(counts[split], lambda index: self._made(split, index))
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play one episode: one response, and the library's score for what stands between its answer's tags.
+        """Play one episode: one response, and the library's score of the text between its answer tags.
 
-        Raises `InfrastructureError` where the library cannot be asked. An answer at which its scorer fails scores 0.
+        Raises `InfrastructureError` if the library cannot be asked. If the scorer fails at an answer, the score is 0.
         """
         reply = await model.reply(task.prompt)
         answer = extracted(reply.text)
@@ -78,7 +78,7 @@ class ReasoningGym:
         return {"score": score, "correct": float(score >= bar), "failed": float(bool(failure))}
 
     def final_answer(self, messages: Conversation) -> str | None:
-        """Return the answer for majority voting: what stands between the answer's tags."""
+        """Return the answer for majority voting: the text between the answer tags."""
         return extracted(messages[-1].text) or None
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class ReasoningGym:
         self._served.close()
 
     async def _score(self, task: Task, answer: str | None) -> tuple[float, str]:
-        """Return the score of an answer, and why it is 0 where the scorer failed."""
+        """Return the score of an answer, and, if the scorer failed, why the score is 0."""
         data = task.data
         question = {"score": answer, "question": data["question"], "split": data["split"], "index": data["index"]}
         seconds = self._config.task_seconds + 2 * self._config.limits.wall_seconds
@@ -136,7 +136,7 @@ class ReasoningGym:
 
 
 def problem(config: ReasoningGymConfig) -> tuple[str, str] | None:
-    """Return the field that is wrong and the reason, where the data set cannot be made on this machine."""
+    """Return the wrong field and the reason, if the data set cannot be made on this machine."""
     chosen = config.sandbox
     if reason := why_not(chosen):
         return "sandbox", f"no answer can be scored in the sandbox {chosen.component.name!r} on this machine: {reason}"

@@ -39,7 +39,7 @@ class ExactMatch:
 
 
 class FuzzyMatch:
-    """How much the answer resembles the right one that it resembles most."""
+    """The similarity of the answer to the right answer, or to the most similar of several right answers."""
 
     def __init__(self, config: FuzzyMatchConfig) -> None:
         self._config = config

@@ -84,7 +84,7 @@ class Rewarded:
             closed(reward)
 
     def _truncation(self, episode: Episode, further: Mapping[str, float]) -> float:
-        """Return what makes the whole reward of a cut episode `truncation_factor` of what it was."""
+        """Return the reward that scales the whole reward of a cut episode by `truncation_factor`, else 0."""
         whole = total_reward({**episode.rewards, **further}, self.reward_weights)
         return (self._config.truncation_factor - 1) * whole if _cut(episode) else 0.0
 

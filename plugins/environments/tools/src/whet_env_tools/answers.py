@@ -1,6 +1,6 @@
 r"""The final answer of a response, and whether it is right.
 
-The answer is what stands in the last `\boxed{...}`, else what follows `Answer:` in the last line that has it, else the
+The answer is the content of the last `\boxed{...}`, else the text after `Answer:` in the last line with it, else the
 whole response. Two answers are the same if they are the same number, or the same text without case, articles, white
 space and, where there are no digits, punctuation (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250, section 6.1).
 """
@@ -42,7 +42,7 @@ def canonical(answer: str) -> str:
         sign, digits, part = whole[:1].strip("0123456789"), whole.lstrip("-0") or "0", part.rstrip("0")
         return f"{sign if (digits, part) != ('0', '') else ''}{digits}{'.' if part else ''}{part}"
     lower = unicodedata.normalize("NFKC", answer[:_LONGEST]).lower()
-    # beside digits a sign is part of what it says: 9! is not 9, and 1/2 is not 12
+    # next to digits, a sign changes the meaning: 9! is not 9, and 1/2 is not 12
     dropped = ",\"'" if any(map(str.isdigit, lower)) else ""
     if dropped:
         letters = "".join(" " if one in dropped else one for one in lower)

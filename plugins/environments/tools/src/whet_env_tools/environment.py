@@ -6,8 +6,8 @@ r"""The environment `tool-use`: questions from a data set, and tools that the mo
     assistant  \boxed{Meuse}
 
 The chat template shows the tools and decides how calls are written; with `calls_by: text` a system message does.
-A wrong call is answered with what is wrong about it. A tool that fails is named, called again, and counted. Where it
-is broken, the episode is infrastructure: it is played again, and never scored.
+The answer to a wrong call states what is wrong. If a tool fails, it is called again. If it fails again, the model reads
+this, and the failure is counted. If a tool is broken, the infrastructure failed: the episode is played again.
 """
 
 import json
@@ -29,7 +29,7 @@ from whet_env_tools.text_calls import ToolCall, described, read_calls, shown_res
 from whet_env_tools.toolbox import Playing, Toolbox
 
 MOST_CALLS: Final = 128
-"""Calls of one response that are answered at all. A model that writes more has run wild."""
+"""Calls of one response that get an answer. Further calls are ignored."""
 
 
 class ToolUse:
@@ -129,7 +129,7 @@ class ByTemplate:
         return model.with_tools(self._tools)
 
     def calls(self, reply: Reply) -> list[ToolCall]:
-        """Return the calls in a response. A damaged one is part of its text."""
+        """Return the calls in a response. A damaged call is part of its text."""
         return [ToolCall(call.name, json.loads(call.arguments), id=call.id) for call in reply.calls[:MOST_CALLS]]
 
     def results(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:

@@ -1,6 +1,6 @@
 """Processes that host tools, as the driver sees them: started, called within a deadline, replaced, ended.
 
-How a call can fail, and what comes of it:
+How a call can fail, and what follows:
 
     the tool says that the call is wrong, or raises     the model reads it
     the call is late, its process or server dies,       another process is started, and the call is repeated there;
@@ -8,7 +8,7 @@ How a call can fail, and what comes of it:
     a process or server cannot be started               ToolsBroken: the episode is played again
     several calls in a row fail twice                   ToolsBroken, until a call succeeds again
 
-Everything here runs on one thread of its own, so episodes of several event loops can share the processes.
+Everything here runs on its own thread, so episodes of several event loops can share the processes.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from whet_env_tools.hosted.host import LONGEST_LINE
 
 T = TypeVar("T")
 _GRACE_SECONDS: Final = 15.0
-"""How much later than its deadline a process may answer. It looks at the deadline itself."""
+"""How much later than its deadline a process may answer, because the process enforces the deadline itself."""
 _MOST_WORDS: Final = 1 << 14
 _MOST_IN_A_ROW: Final = 4
-"""Calls that fail twice, one after another, until the tools count as broken rather than the calls."""
+"""After this many calls in a row that failed twice, the tools count as broken, and not the calls."""
 _TRIES: Final = 2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0
 
@@ -51,7 +51,7 @@ class Order:
     name: str
     """Its name in errors."""
     what: Mapping[str, Any]
-    """`functions` or `server`, as `whet_env_tools.hosted.host` reads it. Variables are filled in when it starts."""
+    """`functions` or `server`, as `whet_env_tools.hosted.host` reads it. Its start adds the values of variables."""
     start_seconds: float
     call_seconds: float
     memory_bytes: int
@@ -59,7 +59,7 @@ class Order:
 
 @frozen
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     text: str
     error: bool = False
@@ -125,7 +125,7 @@ class HostProcess:
         """`calls`: calls under way."""
         self.tools: list[dict[str, Any]] = []
         self.over = ""
-        """Why it answers no further call. Empty: it does."""
+        """Why it answers no further call. Empty: it answers calls."""
         self._child: Child | None = None
         self._numbers = itertools.count(1)
         self._waiting = dict[int, asyncio.Future[dict[str, Any]]]()
@@ -159,7 +159,7 @@ class HostProcess:
         self._tasks.append(asyncio.create_task(self._receive(reader)))
 
     async def call(self, tool: str, arguments: Mapping[str, Any], episode: Mapping[str, Any]) -> Outcome | None:
-        """Call a tool. None: the call was late, and the process goes on. Raises `_Lost`."""
+        """Call a tool. None: the call was late, and the process can serve others. Raises `_Lost`."""
         if self.over:
             raise _Lost(self.over)
         number, seconds = next(self._numbers), self.order.call_seconds
@@ -250,13 +250,13 @@ class _Place:
 
 
 class Hosts:
-    """Processes with the same tools. Calls go to the one with the fewest calls under way."""
+    """Processes with the same tools. A call goes to the process with the fewest calls under way."""
 
     def __init__(self, order: Order, processes: int = 1, at_once: int = 1, *, remembers: bool = False) -> None:
         """Start nothing yet.
 
         :param at_once: most calls at a time of each process.
-        :param remembers: a process remembers what was called, so another cannot take its place: `ToolsBroken`.
+        :param remembers: a process has a state that no other process has, so a lost one is not replaced: `ToolsBroken`.
         """
         self.order, self._remembers = order, remembers
         self.restarts = 0
@@ -292,7 +292,7 @@ class Hosts:
                         self._in_a_row = 0
                         return found
                     why = f"it did not answer within {self.order.call_seconds:g} s"
-                    if self._remembers:  # what a second call would do is not known
+                    if self._remembers:  # a second call might act a second time
                         break
             finally:
                 place.under_way -= 1
@@ -350,7 +350,7 @@ class Hosts:
 
 
 def _filled(what: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an order with the values of the environment variables that it names. They never stand in a config."""
+    """Return an order with the values of the environment variables that it names. Such values are never in a config."""
     server = what.get("server")
     if server is None:
         return dict(what)

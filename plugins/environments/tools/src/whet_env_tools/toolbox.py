@@ -30,7 +30,7 @@ class Playing:
     stack: AsyncExitStack
     """Ends with the episode."""
     episode: dict[str, Any]
-    """What functions are told about the episode, and their state."""
+    """The data about the episode that functions get, and their state."""
     turn: asyncio.Lock = field(factory=asyncio.Lock)
     """Held by calls that change the state."""
     opening: asyncio.Lock = field(factory=asyncio.Lock)
@@ -40,7 +40,7 @@ class Playing:
 
 
 class Source(Protocol):
-    """Where some tools come from."""
+    """The origin of some tools, such as an MCP server."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any], playing: Playing) -> Outcome:
         """Call a tool. Raises `InfrastructureError` where the tool itself is broken."""
@@ -74,7 +74,7 @@ class Toolbox:
     """The tools of a config. Its processes and servers are started when it is made, to learn their tools."""
 
     def __init__(self, config: ToolUseConfig) -> None:
-        """Start what has tools. Raises `ToolsBroken`, `ConfigError` and `DataError` that name it."""
+        """Start all that has tools. Raises `ToolsBroken`, `ConfigError` or `DataError`, which name the wrong part."""
         self._thread = ToolThread() if config.functions or config.mcp else None
         self._sources = list[Source]()
         try:
@@ -133,7 +133,7 @@ class Toolbox:
 
 
 class _Functions:
-    """Users' functions. Async ones share a process; others run one at a time in each of several."""
+    """The user's functions. Async functions share one process. Others have several, with one call at a time in each."""
 
     def __init__(self, config: ToolUseConfig, thread: ToolThread) -> None:
         order = Order(

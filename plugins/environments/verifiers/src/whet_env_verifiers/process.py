@@ -1,6 +1,6 @@
 """The driver's handle of a process that runs verifiers. Requests and answers are lines of JSON, as in `inside.worker`.
 
-The process runs code of strangers: it may hang, die, print, or answer with anything. Each of these is an
+The process runs foreign code: it may hang, die, print, or send invalid answers. Each of these is an
 `InfrastructureError` that names it, for all episodes that wait for the process.
 """
 
@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 class Refused(Exception):  # noqa: N818 - it says what came of a request
-    """The process raised an error for a request. The message is the error."""
+    """The process raised an error for a request, which is the message."""
 
 
 class Process(Offspring):
@@ -57,7 +57,7 @@ class Process(Offspring):
         )  # fmt: skip
         super().__init__(self._process.pid, mark)
         assert self._process.stdin
-        with suppress(OSError):  # it is only larger than need be
+        with suppress(OSError):  # a larger pipe helps, but is not needed
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._process.stdin.fileno(), False)  # a process that does not read must not stop the driver
         self._ended = threading.Thread(target=self._follow, daemon=True)
@@ -92,7 +92,7 @@ class Process(Offspring):
     async def result(self, do: str, asked: Mapping[str, Any], silence: float) -> Any:
         """Send a request and wait for its answer. A process that answers nothing for `silence` seconds is ended.
 
-        Where the caller is cancelled, the request is too. Raises `Refused` and `InfrastructureError`.
+        If the caller is cancelled, the request is cancelled, too. Raises `Refused` and `InfrastructureError`.
         """
         number, future = self.ask(do, asked)
         answer = asyncio.wrap_future(future)
@@ -112,7 +112,7 @@ class Process(Offspring):
             self._waiting.pop(number, None)
 
     def stop(self, why: str = "was closed") -> None:
-        """Kill the process and all that it started. `why` is what those hear who wait for it."""
+        """Kill the process and all that it started. All waiting requests fail with the reason `why`."""
         with self._asking:
             self._why = self._why or f"the process of verifiers {why}"
         self.signal(signal.SIGKILL)
@@ -132,11 +132,11 @@ class Process(Offspring):
         except BlockingIOError:
             pass
         except OSError:
-            return  # the process has ended, and `_follow` tells those who wait
+            return  # the process has ended, and `_follow` fails the waiting requests
         self.stop("does not read its requests")
 
     def _follow(self) -> None:
-        """Read answers until the process ends, and tell those who still wait why it ended."""
+        """Read answers until the process ends. Then fail the waiting requests with the reason why it ended."""
         assert self._process.stdout
         try:
             while line := self._process.stdout.readline(self._most):

@@ -1,7 +1,7 @@
 """Apply a LoRA adapter that comes without its base: W + scaling B A is written into the model's weights.
 
-So tokens cost what they cost without an adapter. The weights that an adapter has changed are kept, as they were, in the
-host's memory; each adapter is added to them, not to what the last one left.
+So a token costs as much as without an adapter. The original values of all weights that an adapter has changed are kept
+in the host's memory. Each adapter is added to these values, and not to the weights with the last adapter.
 """
 
 from collections.abc import Iterable

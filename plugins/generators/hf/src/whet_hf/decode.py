@@ -195,7 +195,7 @@ def decode(
 def _reports(
     shown: Sequence[tuple[int, Request]], step: int, tokens: Tensor, logprobs: Tensor, sampler: Sampler, logits: Tensor
 ) -> list[Progress]:
-    """Return what is reported of the token of one step: for each (row, request), its token."""
+    """Return the reports of one step: the token of each (row, request)."""
     most = max((request.progress or 0 for _, request in shown), default=0)
     top, their = sampler.likeliest(logits, most) if most else (tokens[:, None], logprobs[:, None])
     return [
@@ -225,7 +225,7 @@ class Experts:
             self._later[rows, step] = session.routed
 
     def columns(self, row: int, length: int) -> dict[str, Any]:
-        """Return the columns of a completion of `length` tokens; the last one was no input."""
+        """Return the columns of a completion of `length` tokens; the last token was never an input."""
         if not self._prompts:
             return {}
         later = self._later[row, :length].copy()

@@ -22,7 +22,7 @@ PREFILL_PADDING = 256
 
 
 def unsupported(config: Any) -> str:
-    """Return the part of a model's config that the fused decoder does not support. Empty: the model is supported."""
+    """Return the part of a model's config that this decoder does not support. Empty: the decoder supports the model."""
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type}"
     if config.hidden_act not in ("silu", "swish"):

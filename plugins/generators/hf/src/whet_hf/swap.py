@@ -91,7 +91,7 @@ class Weights:
         try:
             work()
             future.set_result(None)
-        except BaseException as error:  # it belongs to whoever asked for the work
+        except BaseException as error:  # raised for the caller that requested the work
             future.set_exception(error)
         self._work = None
         self._changed.notify_all()

@@ -145,14 +145,14 @@ class Worker:
         if on_weight_update == "abort":
             self._aborts.add_running()
         loop = asyncio.get_running_loop()
-        # Now, so that it comes before the next batch.
+        # Submitted now, so that it runs before the next batch.
         await loop.run_in_executor(compute_thread(), self._take_between_batches, spec, version)
 
     def _take_between_batches(self, spec: TransferSpec, version: int) -> None:
         with self._busy:
             self._take(spec, version)
 
-    @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
+    @torch.inference_mode(False)  # a running batch turns it on, and later weight syncs read what is mapped now
     def _take(self, spec: TransferSpec, version: int) -> None:
         # An adapter is small: it waits until the weights are back, so that both models are never on a GPU at once.
         held = spec.adapter is not None and self._offload.asleep
@@ -179,7 +179,7 @@ class Worker:
 
     @torch.inference_mode(False)
     def wake(self) -> None:
-        """Bring the weights back, and apply an adapter that came meanwhile. The next batch makes the cache."""
+        """Bring the weights back, and apply an adapter that arrived meanwhile. The next batch allocates the cache."""
         with self._busy:
             self._offload.wake()
             try:
@@ -234,13 +234,13 @@ class Worker:
                     messages[id(queued.outcomes)].append(completion)
                 for key, outcomes in messages.items():
                     receivers[key].put_nowait(outcomes)
-            except Exception as error:  # the edge of this task: whoever waits must hear of it
+            except Exception as error:  # the edge of this task: the callers must get the error
                 for receiver in receivers.values():
                     receiver.put_nowait(error)
             self._running = []
 
     def _reporter(self, batch: list[_Queued]) -> Report | None:
-        """Return a function that sends the tokens of a batch to the callers that wait for them; None: nobody does."""
+        """Return a function that sends the tokens of a batch to the callers that want them; None: no caller does."""
         receivers = {queued.id: queued.outcomes for queued in batch if queued.job.request.progress is not None}
         loop = asyncio.get_running_loop()
 
@@ -302,7 +302,7 @@ def _lanes(threads: int) -> ThreadPoolExecutor:
 
     def start() -> None:
         torch.set_num_threads(1)
-        # A thread takes the number that was set last, by whichever thread, when it first asks for it: ask now.
+        # A thread takes the number that any thread set last, when it first reads the number. So read it now.
         torch.get_num_threads()
         with suppress(threading.BrokenBarrierError):
             barrier.wait(10)

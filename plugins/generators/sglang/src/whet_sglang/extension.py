@@ -108,11 +108,11 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
 def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
     """Receive and load a whole weight sync."""
     tied, spec = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["spec"])
-    with torch.inference_mode(False):  # what is mapped now is read by later weight syncs
+    with torch.inference_mode(False):  # later weight syncs read what is mapped now
         arriving = receive_whole(spec, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
     report["spoilt"] = True
     model.load_weights(arriving)
-    for _ in arriving:  # a loader that stops early would leave unsaid whether that was all
+    for _ in arriving:  # the rest, so that the end of the weight sync is checked
         pass
     if broken := next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), ""):
         raise WeightSyncError(f"after the weights were loaded {broken} holds numbers that are not finite")

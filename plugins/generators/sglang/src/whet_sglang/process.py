@@ -45,7 +45,7 @@ class Process:
 
         self._engine = Engine(**arguments)
         self._manager = self._engine.tokenizer_manager
-        if lacking := HOOKS.keys() - HookRegistry._patched:  # what fails there is only logged
+        if lacking := HOOKS.keys() - HookRegistry._patched:  # SGLang only logs a hook that fails
             raise WhetError(f"this SGLang cannot be hooked into at {', '.join(sorted(lacking))}; wanted 0.5.23")
         self._folder, self._receiver, self._reports = arguments["model_path"], receiver, Path(reports)
         self._processes = int(arguments["tp_size"])
@@ -108,7 +108,7 @@ class Process:
             self._gate.clear()
             try:
                 if spec.transport in ("shared-memory", "disk"):
-                    # Those that run need not stand still until the senders are done.
+                    # Running requests continue until the senders are done.
                     await asyncio.to_thread(await_manifests, spec)
                 await self._resume(self._released & {"weights"})
                 if on_weight_update == "continue":
@@ -128,7 +128,7 @@ class Process:
             try:
                 await self._until_all_have_ended("drain")
                 tags = _tags() - self._released
-                if tags:  # SGLang ends where it is to release what it has released
+                if tags:  # SGLang ends if it must release the same memory twice
                     await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=sorted(tags)))
                 self._released |= tags
             finally:
@@ -165,7 +165,7 @@ class Process:
             raise
         except WeightSyncError as error:
             outcomes.put_nowait(error)
-        except Exception as error:  # SGLang refuses a request by whatever its parts raise
+        except Exception as error:  # SGLang refuses a request with any kind of exception
             said = str(error) if isinstance(error, WhetError) else f"request {request.id}: SGLang refused it: {error}"
             outcomes.put_nowait((request.id, said))
         finally:

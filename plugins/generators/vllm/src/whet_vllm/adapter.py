@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 
 
 def engine_arguments(info: AdapterInfo | None) -> dict[str, Any]:
-    """Return the arguments of an engine that is to apply an adapter. None: it applies none."""
+    """Return the arguments of an engine that must apply an adapter. None: it applies none."""
     if info is None:
         return {}
     rank = next((rank for rank in RANKS if rank >= info.rank), info.rank)

@@ -98,7 +98,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
             initialize_layerwise_reload(self.model)
             wanted = {name for name, _ in self.model.named_parameters()}
             taken = set(self.model.load_weights(noted()) or wanted)
-            for _ in arriving:  # a loader that stops early would leave unsaid whether that was all
+            for _ in arriving:  # the rest, so that the end of the weight sync is checked
                 pass
             if tied:
                 taken |= self._load_tied_head(wanted - taken, embeddings)

@@ -5,7 +5,7 @@
         v  |
     the engine's loop   AsyncLLM, one task for each request   a gate, closed while weights arrive
 
-So the engine stays on one event loop, whatever loop calls it.
+So the engine stays on one event loop, also if different loops call the worker.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class Worker:
         self._gate, self._arriving = asyncio.Event(), asyncio.Lock()
         self._gate.set()
         self._engine = Engine(self._rank, arguments, scratch)
-        await self._engine.llm.get_supported_tasks()  # known from now on, so that requests enter without a wait
+        await self._engine.llm.get_supported_tasks()  # cached from now on, so that requests need not wait for it
 
     async def _finish(self) -> None:
         tasks = list(self._tasks.values())
@@ -162,7 +162,7 @@ class Worker:
             if error.args == ("aborted",):
                 mailbox.put(request.id, nothing_yet(request.id))
             raise
-        except Exception as error:  # the edge of this task: whoever waits must hear of it
+        except Exception as error:  # the edge of this task: the caller must get the error
             mailbox.put(request.id, self._refusal(request, error))
         finally:
             self._tasks.pop(request.id, None)
@@ -212,9 +212,9 @@ class Worker:
                 self._gate.set()
 
     async def _while_it_lives(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine of the engine. Raise if the engine dies, as vLLM never completes the coroutine then."""
+        """Await a coroutine of the engine. Raise if the engine dies: then vLLM never completes the coroutine."""
         task = asyncio.ensure_future(steps)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python complains of it
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python logs its exception
         try:
             while not task.done() and not self._engine.llm.errored:
                 await asyncio.wait([task], timeout=POLL_SECONDS)
@@ -244,9 +244,9 @@ class Worker:
 
     async def _change(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         if spec.transport in ("shared-memory", "disk"):
-            # Those that run need not stand still until the senders are done.
+            # Running requests continue until the senders are done.
             await asyncio.to_thread(await_manifests, spec)
-        if self._asleep:  # nothing runs, and the cache is not there to be forgotten
+        if self._asleep:  # no request runs, and there is no cache to clear
             self._asleep = "but for weights"
             await self._engine.llm.wake_up(tags=["weights"])
             return await self._take(spec, version)
@@ -280,7 +280,7 @@ class Worker:
             request = LoRARequest(adapter.NAME, adapter.NUMBER, folder, load_inplace=True)
             if not await self._engine.llm.add_lora(request):
                 raise WeightSyncError(f"weight sync {spec.session}: vLLM did not load the adapter")
-        # A request that asks for it in place would load it again.
+        # Without `load_inplace`, because each request with it would load the adapter again.
         self._adapter = LoRARequest(adapter.NAME, adapter.NUMBER, folder)
 
     async def _take_all(self, spec: TransferSpec) -> None:

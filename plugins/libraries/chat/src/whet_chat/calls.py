@@ -1,4 +1,4 @@
-"""Readers of tool calls: one for each kind of format. A response is hostile text: what is no call stays text.
+"""Readers of tool calls: one for each kind of format. A response is hostile text: all that is not a call stays text.
 
 Each reader has `calls(text, tools)`, which returns where the content ends, and the calls. It raises `ValueError` if a
 call is damaged.
@@ -25,11 +25,11 @@ LONGEST_GAP = 200
 
 
 class Reader(Protocol):
-    """What reads the calls of one format."""
+    """Reads the calls of one format."""
 
     @property
     def frame(self) -> "Frame":
-        """Return what stands around calls."""
+        """Return the text around calls."""
         ...
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 @frozen
 class Frame:
-    """What stands around calls."""
+    """The text around calls."""
 
     marker: str
     """Text directly before each call. Empty: a response with calls has nothing else in it."""
@@ -58,7 +58,7 @@ class Frame:
             at = text.find(self.marker, at + len(self.marker))
 
     def content_end(self, text: str) -> int:
-        """Return where the content ends that stands before the first call."""
+        """Return where the content before the first call ends."""
         if not self.marker or self.leading:
             return 0
         before = text[: max(0, text.find(self.marker))].rstrip()
@@ -151,7 +151,7 @@ class TaggedCalls:
     middle: tuple[str, str]
     """Text between the name of an argument and its value: how it begins, and how it ends."""
     text_middle: str
-    """This text for an argument that is text, if it tells the type. Empty: it does not."""
+    """The text in place of `middle` for a text argument, if it shows the type. Empty: it does not."""
     close: str
     """Text after the value of an argument."""
     end: str
@@ -240,7 +240,7 @@ class BracesCalls:
 
     frame: Frame
     quote: str
-    """What stands around text."""
+    """The quotation mark around text."""
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
         """See `Reader`."""
@@ -312,7 +312,7 @@ class ElementCalls:
 
 
 def made(name: Any, arguments: Any) -> Call:
-    """Return a call without an id. Raises `ValueError` for a name or arguments that are none."""
+    """Return a call without an id. Raises `ValueError` if the name or the arguments are invalid."""
     if isinstance(arguments, str):
         arguments = read_json(arguments, 0)[0]
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -321,12 +321,12 @@ def made(name: Any, arguments: Any) -> Call:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except RecursionError as error:
         raise ValueError("arguments are nested too deeply") from error
-    (name + text).encode()  # half a character is no text that a tokenizer takes
+    (name + text).encode()  # raises for half a character, which no tokenizer accepts
     return Call("", name, text)
 
 
 def typed(text: str) -> Any:
-    """Return the value that an argument without quotes stands for. What is no value is text."""
+    """Return the value of an argument without quotes. Text that is not a value is returned as text."""
     for read in (read_json, read_value):
         value = _whole(read, text)
         if value is not _NOTHING and (not isinstance(value, float) or math.isfinite(value)):

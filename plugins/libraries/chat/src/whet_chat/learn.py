@@ -15,7 +15,7 @@ NAME, TEXT, NUMBER, OBJECT = "whet_probe", "blade", "count", "how"
 """The names of the tool of probes, and of its arguments."""
 FIRST, SECOND = ({TEXT: f"wx{i} yz", NUMBER: 7130 + i, OBJECT: {"aa": [1, "bb"]}} for i in (1, 2))
 _TYPES = {TEXT: "string", NUMBER: "integer", OBJECT: "object"}
-_ONE = {"description": "Something.", "additionalProperties": {"type": "string"}}  # some templates read it of objects
+_ONE = {"description": "Something.", "additionalProperties": {"type": "string"}}  # some templates read it in objects
 _PROPERTIES = {name: {"type": kind, **_ONE} for name, kind in _TYPES.items()}
 _FUNCTION = {
     "name": NAME, "description": "Sharpen.",
@@ -36,20 +36,20 @@ class Turn:
     """A turn with calls, as a template writes it."""
 
     text: str
-    """From the first letter in which it differs from a prompt."""
+    """The rendered text, from the first letter that differs from the prompt."""
     count: int
     """The number of its calls: 1 or 2."""
 
     def between(self, end: int) -> str:
-        """Return the text from a position to the name in the second call. Empty: there is one call alone."""
+        """Return the text from a position to the name in the second call. Empty: there is only one call."""
         argument = self.text.find(TEXT, end)
         at = self.text.rfind(NAME, end, argument)
         return self.text[end:at] if self.count > 1 and at >= 0 else ""
 
 
 def learn_calls(render: Render) -> tuple[Reader | None, str, bool]:
-    """Return what reads the calls of a template, why it cannot be used with tools (empty: it can be), and whether it
-    writes calls that it gets.
+    """Return the reader of a template's calls, why the template cannot be used with tools (empty: it can be used), and
+    whether it renders the calls of a message.
     """
     try:
         asked = render((USER,), (TOOL,), True)
@@ -256,4 +256,4 @@ _HINTS: tuple[tuple[str, Reader], ...] = (
     ("List of tools: [", PythonCalls(Frame("<|tool_call_start|>"))),
     ("[func_name1(", PythonCalls(Frame(""))),
 )
-"""Formats of templates that show tools, and leave calls to the model's text: by a word of their prompts."""
+"""(text in a rendered prompt, reader) for templates that show tools but do not render calls of messages."""

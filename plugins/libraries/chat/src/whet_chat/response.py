@@ -16,14 +16,14 @@ _REASON, _ANSWER = "whet-reason", "whet-answer"
 
 @frozen
 class Reasoning:
-    """How reasoning stands before the content of a response."""
+    """How reasoning is marked at the beginning of a response."""
 
     open: str
-    """Text before it. Empty: none that the model writes."""
+    """Text before the reasoning. Empty: the model writes none."""
     close: str
-    """Text after it."""
+    """Text after the reasoning."""
     opened: bool
-    """Whether the prompt ends with the text before it already."""
+    """Whether the prompt already ends with the text before the reasoning."""
 
     def split(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the rest of a response."""

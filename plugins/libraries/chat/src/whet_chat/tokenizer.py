@@ -33,7 +33,7 @@ from whet_chat.templates import ChatTemplate, read_template, read_text
 from whet_chat.tokenizer_files import read_json, read_tokenizer, special_tokens
 
 MOST_STOPS = 8
-"""Most end-of-turn tokens that are looked at for the end of a turn."""
+"""Most end-of-turn tokens that are tried as the end of a turn."""
 
 
 class ChatTokenizer:
@@ -61,7 +61,7 @@ class ChatTokenizer:
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
-        self._original = self  # copies have the format of its responses
+        self._original = self  # copies use its response format
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -84,7 +84,7 @@ class ChatTokenizer:
         """
         if tools == self._tools:
             return self
-        with suppress(DataError):  # whoever renders a conversation gets the error
+        with suppress(DataError):  # rendering a conversation raises the error
             _ = self.template, self._stop_texts, self._anchor, self._begin
         other = copy.copy(self)
         other._tools = tools
@@ -98,7 +98,7 @@ class ChatTokenizer:
         except DataError:
             if not any(message.written for message in conversation):
                 raise
-            # A template that refuses parts may accept them as text.
+            # A template that refuses calls may accept the same message as text.
             plain = [evolve(message, calls=()) if message.written else message for message in conversation]
             return self.template.render(tuple(plain), tools=self._tools, generation_prompt=generation_prompt)
 
@@ -184,9 +184,9 @@ class ChatTokenizer:
         return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
 
     def _where_ends(self, message: Message, whole: str, begin: int) -> int | None:
-        """Return where a turn that begins in a text ends in it. None: the text says something else there.
+        """Return where the turn of `message`, which begins at `begin`, ends in a text. None: another turn is there.
 
-        A template may write a call in other words than the model did, as with other spaces, if its parts are the same.
+        A template may render a call differently from the model's text, e.g. with other spaces, if its parts are equal.
         """
         end = _end_of(message.written or message.text, whole, begin)
         if end is not None or not message.written:
@@ -230,7 +230,8 @@ class ChatTokenizer:
     def training_completion(self, prompt: str, completion: str) -> Trainable:
         """Tokenise a prompt and its completion without a template. The loss is on the completion.
 
-        The tokenizer's own begin and end tokens are put around both. The prompt has the tokens that it has by itself.
+        The tokenizer's own begin and end tokens are put around both. The prompt has the same tokens as without the
+        completion.
         """
         text = prompt + completion
         found = self._masked(text, [(len(prompt), len(text))])
@@ -254,8 +255,8 @@ class ChatTokenizer:
             closed = begin + max(stops, default=len(turn.rstrip()))
             # Without an end-of-turn token, white space at the end belongs to the response as far as the message has it.
             return begin, max(closed, _end_of(conversation[index].text, answered, begin) or 0)
-        # A later message changed how the template closes this turn. It is enough that the turn's words are in the text.
-        # Calls and reasoning have no words that are known here.
+        # A later message changed how the template closes this turn. Then the turn's words must be in the text. How the
+        # template writes calls and reasoning is not known here.
         message = conversation[index]
         end = None if message.calls or message.reasoning else _end_of(message.text, whole, len(asked))
         if end is None:
@@ -263,8 +264,8 @@ class ChatTokenizer:
         return len(asked), end + len(self._stop_at(whole, end))
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
-        """Tokenise text with the loss on spans of characters. The first span's prompt keeps the tokens that it has by
-        itself.
+        """Tokenise text with the loss on spans of characters. The text before the first span has the same tokens as it
+        has alone.
         """
         whole = self._tokenizer.encode(text, add_special_tokens=False)
         prompt = self._tokenizer.encode(text[: spans[0][0]], add_special_tokens=False).ids

@@ -116,7 +116,7 @@ class OfflineData:
         """Return the position in the data after a step of `size` units, and the units of an epoch. It is saved with the
         step.
 
-        Empty where the step's number is enough: if no attempt of this run has stated epochs.
+        Empty if no attempt of this run has stated epochs: then the step's number is enough.
         """
         if self._epochs is not None:
             prepared = self.prepare()
@@ -213,7 +213,7 @@ class OfflineData:
 
 
 def names_of(files: Sequence[DataFile]) -> tuple[str, ...]:
-    """Return the names of files in metrics. Of those with one name, all but the first end in their place."""
+    """Return the names of files in metrics. A file with the name of an earlier file also has its position."""
     names = dict[str, None]()
     for place, file in enumerate(files):
         name = file.name or PurePath(file.path).name.partition(".")[0] or "file"
@@ -332,7 +332,7 @@ class PreparedData:
 
     def validation(self, size: int) -> dict[str, list[Batch]]:
         """Return the validation data of each file, by its name in metrics, in order and in batches of `size` units. The
-        last of a file may be smaller.
+        last batch of a file may be smaller.
         """
         return self._validation.files(size)
 

@@ -1,4 +1,4 @@
-"""Servers of others that play episodes: the keys of a config that name them."""
+"""Foreign servers that play episodes: the keys of a config that name them."""
 
 import os
 from typing import Any

@@ -31,7 +31,7 @@ def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatA
             f"request {request.id}: {engine} gave logprobs that are not finite; the weights may have diverged: look at "
             "grad_norm and lower the learning rate"
         )
-    # Rounding may leave the likeliest token a hair above certainty.
+    # By rounding, the logprob of a nearly certain token may be slightly above 0.
     return np.minimum(found, np.float32(0))
 
 

@@ -127,7 +127,7 @@ class ReplicaSet:
                 self._fail(_exhausted(error))
             except WorkerError as error:
                 self._fail(error)
-            except Exception as error:  # this thread's edge: whoever waits must hear of it
+            except Exception as error:  # this thread's edge: the callers must get the error
                 self._fail(WorkerError("generator", rank, "start", in_words(error)))
             return
 

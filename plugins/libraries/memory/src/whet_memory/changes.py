@@ -2,8 +2,8 @@
 
 one change of a section  ->  several together  ->  more GPUs  ->  more GPUs and a change  ->  what learns something else
 
-No change is named that contains another one which is enough. Where fewer than `WANTED` are enough, changes are named
-that bring the plan nearer.
+A change that contains another sufficient change is left out. If fewer than `WANTED` changes are enough, changes that
+need less memory, but still too much, are named, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,11 +27,11 @@ WANTED: Final = 3
 """Changes to name."""
 MOST_GPUS: Final = 64
 DOUBT: Final = 1.02
-"""How far above the memory an estimate by formulas may be for a trace to be worth its time."""
+"""The share of the memory up to which an estimate by formulas may be for a change to be traced."""
 TRACES: Final = 5
 """Traces of a search, of about a second each for a large model."""
 CLEAR: Final = 0.97
-"""The share of the need that a change, or each part of one, may leave at the most to count as one that helps."""
+"""A change, or a part of one, counts as helpful if it lowers the need to at most this share."""
 
 
 @frozen(eq=False)
@@ -74,7 +74,7 @@ class Search:
     traces: list[Change] = field(factory=list)
     """Changes that were traced."""
     nearer: dict[Change, float] = field(factory=dict)
-    """The share of the need that changes leave which are not enough, estimated."""
+    """For each change that is not enough: the estimated share of the need that is left."""
     mended: set[str] = field(factory=set)
     """Phases that some change makes fit."""
 
@@ -89,7 +89,7 @@ class Search:
                 self.enough.append(change)
                 yield self.words(change, worst(after).needs)
                 return
-            if after:  # the formulas are as far off for the next one of this kind
+            if after:  # assumes the same error of the formulas for the next change of this kind
                 ratio = worst(after).share / worst(self._estimated(change)[1]).share
 
     def _after(self, change: Change, ratio: float) -> list[Moment]:
@@ -146,7 +146,7 @@ class Search:
 
 
 def contains(change: Change, other: Change) -> bool:
-    """Return whether a change has all parts of another one, or further going ones of the same keys."""
+    """Return whether a change has each part of another one, or a larger change of the same key."""
     times = {part.key: part.times for part in change}
     return all(times.get(part.key, 0) >= part.times for part in other)
 
@@ -191,7 +191,7 @@ def changes(
 
 
 def _nearer(search: Search, count: int) -> Iterator[str]:
-    """Yield lines on the changes of one key that help most and were not traced or not enough, at most so many."""
+    """Yield lines on at most `count` changes of one key: the most helpful ones that were not traced or not enough."""
     helped = sorted((left, number) for number, left in enumerate(search.nearer.values()) if left <= CLEAR)
     tried, by_key = list(search.nearer), dict[str, tuple[Change, float]]()
     for left, number in helped:
@@ -209,7 +209,7 @@ def _nearer(search: Search, count: int) -> Iterator[str]:
 
 
 def _candidates(search: Search, prepared: Prepared, before: Moment) -> Iterator[Iterable[Change]]:
-    """Yield groups of changes, of each of which one that is enough is wanted, each from the cheapest to the dearest."""
+    """Yield groups of changes, each from the cheapest to the most expensive. One of each that is enough is wanted."""
     parts = list(_savings(prepared, before))
     same, other = [[part for part in parts if part.other_result == wanted] for wanted in (False, True)]
     keys = dict.fromkeys(part.key for part in same)

@@ -44,7 +44,7 @@ def compared(folder: RunFolder) -> list[Compared]:
 def compare(plan: Any, metrics: Iterable[Mapping[str, Any]]) -> list[Compared]:
     """Return the phases that rows of `metrics.jsonl` measured, each with its prediction in `plan.json`.
 
-    What has another form than a run writes is passed over.
+    Values in another form than a run writes are ignored.
     """
     largest = dict[tuple[str, str], float]()
     for row in metrics:

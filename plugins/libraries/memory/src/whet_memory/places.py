@@ -1,7 +1,7 @@
 """What GPUs and hosts hold at their fullest moment: the peaks of roles, put where their ranks live.
 
-A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or nothing if
-the two take turns and it sleeps then. A role loads while the others are not there yet.
+A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or, if the two
+take turns, what it holds while it is asleep. While a role loads, the others are not there yet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Moment:
 
     @property
     def fits(self) -> bool:
-        """Return whether it is not known to be too much."""
+        """Return whether the need fits. It counts as fitting if the memory is not known."""
         return self.has is None or self.needs <= self.has
 
     @property

@@ -90,7 +90,7 @@ def _fullest(stages: Sequence[Peaks]) -> Peaks:
 
 
 def _joined(closed: Peaks, traced: Peaks) -> dict[Phase, Peak]:
-    """Return traced peaks, and those of formulas for the other phases: what they add to what is held anyway."""
+    """Return traced peaks. Phases without a trace have the peaks of formulas, corrected by the traced `idle`."""
     more = traced["idle"].device - closed["idle"].device if "idle" in traced and "idle" in closed else 0
     found = dict[Phase, Peak]()
     for phase, peak in closed.items():
@@ -132,7 +132,7 @@ def _ordered(peaks: Mapping[Phase, Peak]) -> Peaks:
 
 
 def case_of(config: Config, roles: Roles, plan: Plan, one: RolePlan, forecast: Forecast) -> Case:
-    """Return the case of a role: what a rank computes at the most in one forward and backward pass."""
+    """Return the case of a role: the largest forward and backward pass that a rank computes."""
     role, facts = roles[one.role], roles.algorithm
     sizes = forecast.sizes(one.ranks)
     limit = (config.data.max_length if config.data else 0) if plan.feeds_on == "data" else config.rollout.max_context

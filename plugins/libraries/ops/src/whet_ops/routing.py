@@ -155,7 +155,7 @@ def problem_of(routers: Routers, model: Any, forward: Callable[[], Any]) -> str:
     if len({(one.logits.shape[1], one.chosen.shape) for one in found}) != 1:
         return f"the layers of {name} have different numbers of experts"
     routers.experts, routers.chosen = found[0].logits.shape[1], found[0].chosen.shape[1]
-    # The last experts in place of the best: whoever ignores the replay is found out.
+    # The worst experts in place of the best: a model that ignores the replay is found out.
     other = [one.logits.argsort(-1)[:, : one.chosen.shape[1]] for one in found]
     routers.replay(torch.stack(other, 1))
     try:

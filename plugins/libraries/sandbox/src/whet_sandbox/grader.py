@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def confine(folders: Sequence[str], own: str) -> None:
-    """Shut this process in, as far as the kernel can: the filter of system calls and Landlock of sandboxes.
+    """Confine this process, as far as the kernel supports it, by the system call filter and Landlock of sandboxes.
 
     It can then read these folders, Python and the system's programs, and write into `own`; it reaches no network, and
-    no process outside. Threads that run already are not shut in.
+    no process outside. Threads that run already are not confined.
     """
     readable = (*folders, sys.prefix, sys.base_prefix, *file_system.SYSTEM, "/etc", "/proc", own)
     if sys.platform != "linux":

@@ -105,9 +105,9 @@ class GraderPool:
         `target` is a function of a module, or its name as `module:function`. With `setup`, `target(**setup)` is called
         once in each process and returns the function. Arguments and results are builtins. `timeout_seconds` limits the
         processor time of a call, `memory_bytes` the address space of a process, and `start_seconds` the time in which
-        a process imports its modules. Once the function is made, a process is shut in as far as the kernel can: it
-        reads the folders that it imports from and those of the system, and reaches no network. A function that needs
-        more takes `confined=False`.
+        a process imports its modules. Once the function is made, the process is confined as far as the kernel
+        supports it: it can read only the folders of its imports and of the system, and it reaches no network. Use
+        `confined=False` for a function that needs more.
         """
         target = target if isinstance(target, str) else import_path(target)
         self.target, self.timeout_seconds = target, timeout_seconds

@@ -1,4 +1,4 @@
-"""The contract of what makes sandboxes, for the hook `whet_sandboxes`.
+"""The contract of providers, which make sandboxes, for the hook `whet_sandboxes`.
 
 A provider connects to supervisors. What it returns from `open` is one end of a stream socket; at the other end the
 program `whet_sandbox.isolation.supervisor` runs, wherever it is: beside the driver, in a container, on another machine.

@@ -1,4 +1,4 @@
-"""Run programs that nobody has read in sandboxes.
+"""Run programs that nobody has reviewed, in sandboxes.
 
     sandbox = open_sandbox(NamespacesConfig(warm=2))
     result = await sandbox.run(code="print(6 * 7)")
@@ -8,9 +8,9 @@
         await session.run(code="open('a', 'w').write('x')")
         result = await session.run(["/bin/cat", "a"])
 
-A program never fails a call: whatever it does, there is a `Result` that names it, within the deadline. `SandboxBroken`
-is raised where the sandbox itself failed; then nothing is known about the program. There is no way to run a program
-without all walls: where the machine cannot build one of them, every call raises.
+Whatever a program does, `run` returns a `Result` that states it, within the deadline. `SandboxBroken` is raised only if
+the sandbox itself failed; then nothing is known about the program. If the machine cannot build one of the walls of a
+sandbox, every call raises. No program runs without all walls.
 """
 
 import asyncio
@@ -33,30 +33,30 @@ from whet_sandbox.provider import Provider, SandboxBroken
 
 _READY_SECONDS: Final = 60.0
 _GRACE_SECONDS: Final = 60.0
-"""How much later than its deadline a supervisor's answer may come, on a machine with too much to do."""
+"""How much later than its deadline a supervisor's answer may come, because the machine may be busy."""
 _TRIES: Final = 2
 _MAIN: Final = "main.py"
 
 
 @frozen
 class Result:
-    """What came of a program."""
+    """The outcome of a program."""
 
     why: str
     """How it ended: `exit`, `signal`, `cpu`, `wall`, `memory`, `output`, `answer`, `spoiled` or `stopped`; see
     `whet_sandbox.isolation.supervisor`."""
     exit: int
-    """Its exit code; minus the number of the signal that ended it."""
+    """Its exit code, or minus the number of the signal that ended it."""
     stdout: str
     """What it wrote to stdout, up to the limit. Bytes that are no UTF-8 are replaced."""
     stderr: str
     """What it wrote to stderr."""
     files: Mapping[str, bytes] = field(factory=dict)
-    """The files that were asked for, as far as they are plain files within the limit."""
+    """The requested files, by path. A file that is not plain, or exceeds the limit, is left out."""
 
     @property
     def ok(self) -> bool:
-        """Return whether it ended by itself with exit code 0. A program that lies about its work does so, too."""
+        """Return whether it ended by itself with exit code 0. This does not prove that it did its work."""
         return self.why == "exit" and self.exit == 0
 
 
@@ -76,9 +76,9 @@ class Sandbox:
     """Runs programs in sandboxes of a provider. It may be used from several event loops and threads."""
 
     def __init__(self, provider: Provider, limits: Limits | None = None, at_once: int | None = None) -> None:
-        """Make nothing yet. `limits` hold where a call gives none.
+        """Store the settings; no sandbox is made yet. `limits` are for calls without limits of their own.
 
-        :param at_once: most sandboxes at a time, none of them warm. None: as the provider has it.
+        :param at_once: most sandboxes at a time; none of them is warm. None: as many as the provider states.
         """
         self.limits = limits or Limits()
         self.at_once = provider.at_once if at_once is None else at_once
@@ -101,7 +101,7 @@ class Sandbox:
         then.
 
         :param argv: the program's absolute path and its arguments.
-        :param code: instead of it: Python code, which runs as `main.py`.
+        :param code: Python code instead of `argv`. It runs as `main.py`.
         :param files: relative paths and contents of files in its working directory.
         :param collect: relative paths of the files to return.
         """
@@ -118,7 +118,7 @@ class Sandbox:
                 yield session
 
     def heat(self) -> None:
-        """Make the sandboxes that wait for programs now, and not after the first call."""
+        """Make the warm sandboxes now, before the first call."""
         with self._lock:
             while len(self._waiting) < self._warm and not self._closed:
                 self._waiting.append(self._provider.open(self.limits))
@@ -212,7 +212,7 @@ class Session:
     ) -> Result:
         """Run a program until it ends; see `Sandbox.run`. Processes that it left are ended; its files are kept.
 
-        :param limits: limits of this program, except those of the disk, which the sandbox has for good.
+        :param limits: limits of this program. Limits of the disk have no effect: the sandbox has them already.
         :param last: end the sandbox with this program.
         """
         header, blobs = self._order("run", argv, code, files, stdin, limits)
@@ -235,7 +235,7 @@ class Session:
             raise ProgramEnded(_result(answer, contents))
 
     async def ask(self, question: bytes, wall_seconds: float | None = None) -> Answer:
-        """Ask the started program, and return what it answers. Raises `ProgramEnded` where it ends instead.
+        """Ask the started program, and return its answer. Raises `ProgramEnded` if the program ends instead.
 
         `question`: one line, without the line end. `wall_seconds`: the deadline; None: the limit of the session.
         """

@@ -1,4 +1,4 @@
-"""A library of others that answers questions from inside sandboxes.
+"""Foreign libraries that answer questions from inside sandboxes.
 
     served = Served(open_sandbox(with_installed(config.sandbox), limits), code, {"dataset": "countdown"}, processes=2)
     task = served.ask_now({"make": 7}, seconds=60)        # from any thread
@@ -6,8 +6,8 @@
 
 The code is a program of a plugin: it reads a line of JSON from descriptor 3, and writes a line of JSON to descriptor 4.
 The first question is the setup, and its answer the greeting. A process is started by the first question that needs it,
-and again after it has ended. So a library may hang, crash or eat memory, or be made to by what a model wrote, and this
-process does not even import it: it may lie in an environment of its own, with releases that contradict this one's.
+and again after it has ended. So a library may hang, crash or use too much memory, also because of a model's text. This
+process does not import the library, so it may be in another environment, with releases that conflict with this one's.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Served:
 
         Raises `ProgramEnded` where the process ended instead, and `SandboxBroken` where it could not be started.
 
-        :param process: the process, for what keeps a state. None: the one for which the fewest questions wait.
+        :param process: the process to ask, if it has a state. None: the process with the fewest waiting questions.
         """
         return await asyncio.wrap_future(self._submit(self._ask(question, seconds, process)))
 
@@ -169,13 +169,13 @@ class _Process:
         self._turn.release()
 
     async def answer(self, session: Session, question: Mapping[str, Any], seconds: float) -> Any:
-        """Return the answer of the running process. What goes wrong ends the process, and another one is started."""
+        """Return the answer of the running process. Any error ends the process, and another one is started."""
         try:
             return json.loads((await session.ask(json.dumps(question).encode(), seconds)).line)
         except ValueError as error:
             await self.end()
             raise SandboxBroken(f"a library in a sandbox answered no JSON: {error}") from error
-        except BaseException:  # also where the caller is cancelled: the answer would be taken for the next one's
+        except BaseException:  # also if the caller is cancelled: the next question would get this answer
             await self.end()
             raise
 

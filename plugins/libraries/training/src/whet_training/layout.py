@@ -58,9 +58,9 @@ class Row:
     first: Ints
     """[B] where the first token of each sequence lies."""
     split: Ints
-    """[B] the number of tokens from there on; the other tokens of the sequence lie at `rest`."""
+    """[B] the number of tokens of the sequence that lie there, one after another."""
     rest: Ints
-    """[B]."""
+    """[B] where the other tokens of the sequence lie."""
 
 
 @frozen(eq=False)

@@ -1,4 +1,4 @@
-"""What a worker does with a loss, whatever its ranks share the model with.
+"""The work of a rank on a loss, for every way in which ranks share the model.
 
 counts      of each term, summed over ranks before the first forward pass
 live        sequences that can change the loss; the others are left out of the forward pass

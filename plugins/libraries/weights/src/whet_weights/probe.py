@@ -5,12 +5,12 @@
     trainer      scores the completions, with the weights that it has just sent
     driver       mean |difference| of each replica <= bound, or the run ends
 
-Manifest and version prove that the weights arrived complete. This proves that the engine computes with them, and not
-with the previous weights, a packed copy of them, or another model.
+Manifest and version prove that the weights arrived complete. This check proves that the engine computes with them, and
+not with the previous weights, an old packed copy, or another model.
 
-A new adapter changes nothing, because its B is zero, and the first steps change little. So where an adapter is trained,
-the first weight sync brings a random one that changes every layer, and the engine's logprobs must then be the
-trainer's with it, and not those of the base.
+A new adapter changes no logprob, because its matrix B is zero, and the first steps change little. So if an adapter is
+trained, the first weight sync sends a random adapter that changes every layer. Then the engine's logprobs must agree
+with the trainer's logprobs with this adapter, and not with those of the base.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ Scored = Mapping[tuple[int, tuple[int, ...]], FloatArray]
 
 
 def bound_of(*dtypes: str) -> float:
-    """Return the bound for parts that compute in these dtypes: that of the coarsest."""
+    """Return the bound for parts that compute in these dtypes: the largest of the bounds of the dtypes."""
     return max(BOUNDS.get(dtype, LOOSEST) for dtype in dtypes)
 
 
@@ -87,7 +87,7 @@ class Proof:
         if not len(gaps):  # replicas that hold the same weights draw the same first tokens
             raise self._refused(replica, f"begins none of {len(completions)} completions as other replicas did")
         gap = float(gaps.mean())
-        if not gap <= self.bound:  # a gap that is no number is none that can be trusted
+        if not gap <= self.bound:  # NaN must not pass
             found = f"of {len(gaps)} tokens are {gap:.3g} nats off on average, {gaps.max():.3g} at most"
             wanted = f"wanted an average of at most {self.bound:.3g} for {self.dtypes}"
             raise self._refused(replica, f"does not compute what the trainer does: its logprobs {found}; {wanted}")
@@ -99,7 +99,7 @@ class Proof:
         return np.concatenate([np.abs(own[: len(other)] - other) for own, other in pairs])
 
     def refuse_base(self, replica: int, completions: Sequence[Completion], base: "Proof") -> None:
-        """Raise `WeightSyncError` unless the completions' logprobs differ clearly more from those of the base."""
+        """Raise `WeightSyncError` unless the logprobs differ clearly less from the trainer's than from the base's."""
         own, others = float(self.gaps(completions).mean()), float(base.gaps(completions).mean())
         if not own < TRIAL_SHARE * others:
             raise self._refused(
@@ -150,7 +150,7 @@ class Probe:
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     """Runs a coroutine on the event loop of the generator's requests, and waits for it."""
     trial: bool = False
-    """Whether the next weight sync must follow one of `trial` weights. False after replicas have passed one."""
+    """Whether a sync of `trial` weights must come before the next one. False after replicas have passed it."""
     overdue: bool = field(default=False, init=False)
     """Whether a replica came back to weights that were not checked."""
     _handed_over: int = field(default=0, init=False)
@@ -168,7 +168,7 @@ class Probe:
         see `Proof.check`.
         """
         proof = self._drawn(version)
-        self.overdue = False  # from now on one that comes back says so
+        self.overdue = False  # from now on, a replica that comes back sets it again
         answers: Sequence[Sequence[Completion] | None] = self.run(self._ask(proof))
         there = {replica: found for replica, found in enumerate(answers) if found is not None}
         if not there:

@@ -67,9 +67,8 @@ class StagedCopy:
             self._changed.notify_all()
 
     def receivers(self, count: int, seconds: float) -> list[StreamReceiver]:
-        """Wait up to `seconds` for `count` receivers, and return the receivers that connected. No other receiver can
-        take part after
-        that.
+        """Wait up to `seconds` for `count` receivers, and return the receivers that connected. After that, no other
+        receiver can take part.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._receivers or ()) >= count, seconds)

@@ -1,4 +1,4 @@
-"""Plain data as JSON: what crosses between a program and the tests that grade it.
+"""Plain data as JSON, for messages between a program and the tests that grade it.
 
     None, bool, int, str, list       as in JSON
     float                            {"f": repr}, so that nan and inf cross, too
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def packed(value: Any) -> Any:
-    """Return a value as JSON holds it. Raises `TypeError` for what is no plain data."""
+    """Return a value in a form for JSON. Raises `TypeError` if it is not plain data."""
     if value is None or value is True or value is False:
         return value
     for kind, pack in _PACKERS:
@@ -23,7 +23,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(held: Any) -> Any:
-    """Return the value. Raises `ValueError` or `TypeError` where it is none."""
+    """Return the value. Raises `ValueError` or `TypeError` if the form is invalid."""
     if isinstance(held, list):
         return [unpacked(item) for item in held]
     if not isinstance(held, dict):

@@ -25,7 +25,7 @@ class Stop(BaseException):
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened
-    """The program does not run any more, so that no test of it can pass: also none that wants an exception."""
+    """The program does not run any more, so no test can pass, also no test that wants an exception."""
 
 
 class Tally:
@@ -129,7 +129,7 @@ def _undefined(tree: ast.AST, names: dict[str, Any]) -> list[str]:
 
 
 def _stub(name: str, ask: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Return a function that stands for one of the program."""
+    """Return a function that calls a function of the program."""
 
     def function(*arguments: Any, **keywords: Any) -> Any:
         call = {"call": name, "arguments": [plain.packed(one) for one in arguments]}

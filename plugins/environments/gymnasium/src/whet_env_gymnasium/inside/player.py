@@ -3,7 +3,7 @@
 {"begin": KEY, "seed": 7}      ->  {"text": "...", "reward": 0, "ended": false}
 {"act": KEY, "action": 2}      ->  the same
 {"end": KEY}                   ->  {}
-{"look": 7}                    ->  the same as `begin`, and the game is left
+{"look": 7}                    ->  the same as `begin`, and then the game ends
 """
 
 import importlib
@@ -28,7 +28,7 @@ class Refused(Exception):  # noqa: N818 - it says what happened
 
 
 def main() -> None:
-    """Answer questions, one a line, until there are no more."""
+    """Answer questions, one per line, until there are no more."""
     warnings.simplefilter("ignore")
     with open(3) as questions, open(4, "w") as answers:
         player = None
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Player:
-    """Games of one environment. An environment whose game is over is used for another one."""
+    """Games of one environment. An instance whose game is over is used for another game."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
@@ -110,7 +110,7 @@ class Player:
     def _stepped(self, game: Any, words: Any) -> dict[str, Any]:
         try:
             action = self._action(words)
-        except (OverflowError, ValueError):  # numbers that its type does not hold
+        except (OverflowError, ValueError):  # numbers that do not fit into its type
             return {"illegal": True}
         if not self._space.contains(action):
             return {"illegal": True}
@@ -171,7 +171,7 @@ def kind(space: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Return rendered text without codes of a terminal. What was coloured stands in brackets, or it would be lost."""
+    """Return rendered text without terminal codes. Coloured text gets brackets, because its colour is lost."""
     return CODES.sub("", COLOURED.sub(r"[\2]", text)).strip("\n")
 
 
@@ -185,7 +185,7 @@ def described(observation: Any) -> Any:
 
 
 def numbers(game: Any, observation: Any) -> list[Any]:
-    """Return the parts of an observation. Those of the taxi are in one number."""
+    """Return the parts of an observation. The environment Taxi has all parts in one number."""
     if (decode := getattr(game.unwrapped, "decode", None)) is not None and isinstance(described(observation), int):
         row, column, passenger, destination = decode(int(observation))
         return [row, column, PLACES[passenger], PLACES[destination].removeprefix("at ")]

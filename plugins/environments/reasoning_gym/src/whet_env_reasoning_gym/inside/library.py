@@ -1,7 +1,7 @@
 """Inside a sandbox: make tasks of one or two data sets of reasoning-gym, and score answers.
 
-Some scorers evaluate the answer as Python. Each answer is therefore scored in a process that is forked for it: what an
-answer does there ends with it, and no later answer meets it. `guards` keeps answers from being programs at all.
+Some scorers evaluate the answer as Python. Therefore each answer is scored in a process that is forked for it: effects
+of an answer end with its process, and cannot reach later answers. `guards` finds answers that are programs.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class Refused(Exception):  # noqa: N818 - it says what happened
 
 
 def main() -> None:
-    """Answer questions, one a line, until there are no more."""
+    """Answer questions, one per line, until there are no more."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # an answer cannot open this process's memory or descriptors
     with open(3) as questions, open(4, "w") as answers:
         library = None
@@ -66,7 +66,7 @@ class Library:
         self._entries = OrderedDict[tuple[str, int], dict[str, Any]]()
 
     def task(self, split: str, index: int) -> dict[str, Any]:
-        """Return what the driver keeps of a task."""
+        """Return the data of a task that the driver keeps."""
         entry = self._entry(split, index)
         answer = entry.get("answer")
         answer = None if answer is None else str(answer)
@@ -141,7 +141,7 @@ def become_scorer(
 
 
 def wait(reads: int, deadline: float) -> bytes | None:
-    """Return what a process wrote before it closed its end. None: it did not in time."""
+    """Return what a process wrote before it closed its end. None: it did not close its end in time."""
     told = bytearray()
     while len(told) < MOST_BYTES:
         if not select.select([reads], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -178,7 +178,7 @@ def spec(given: Any) -> DatasetSpec:
 
 
 def fitted(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return options in which lists of YAML are tuples where the data set has a tuple by default."""
+    """Return options with tuples in place of lists where the data set has tuples. YAML has only lists."""
     tuples = set()
     for field in fields(DATASETS[name][1]):
         default = field.default_factory() if field.default_factory is not MISSING else field.default

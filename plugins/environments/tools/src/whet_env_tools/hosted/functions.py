@@ -3,9 +3,8 @@
     def convert(amount: float, to: Literal["km", "miles"] = "km") -> float:
         '''Convert a length.
 
-Args:
-            amount: The length in metres.
-            to: The unit.
+        :param amount: The length in metres.
+        :param to: The unit.
         '''
 
 Types are those of msgspec: str, int, float, bool, None, list, dict, Literal, Enum, Optional, dataclasses, TypedDict,
@@ -57,7 +56,7 @@ class Functions:
         ]
 
     async def call(self, tool: str, arguments: dict[str, Any], episode: dict[str, Any]) -> Answer:
-        """Call a function. What it raises is an answer, too: the model reads it."""
+        """Call a function. An exception of the function becomes an answer that the model reads."""
         found = self._tools[tool]
         given = Episode(**episode)
         try:
@@ -84,7 +83,7 @@ class Functions:
         return Answer(text, state=state)
 
     async def recovers(self, seconds: float) -> bool:
-        """Return whether no function hangs in the thread, which nothing can stop."""
+        """Return whether the thread is free. A function that hangs in the thread cannot be stopped."""
         return not self._stuck
 
 
@@ -155,7 +154,7 @@ def _tool(function: Callable[..., Any], name: str) -> FunctionTool:
 
 
 def _default(value: Any) -> Any:
-    """Return a default as a class may have it: a fresh copy for each call, where it can be changed."""
+    """Return a default in a form that a struct accepts: for a list, dict or set, a factory that returns it."""
     return msgspec.field(default_factory=lambda: value) if isinstance(value, list | dict | set) else value
 
 

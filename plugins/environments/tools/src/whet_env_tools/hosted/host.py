@@ -1,4 +1,4 @@
-"""The program of a process that hosts tools. It speaks JSON with the driver, one object a line.
+"""The program of a process that hosts tools. It exchanges JSON with the driver, one object per line.
 
     driver -> {"path": [...], "memory_bytes": N, "functions": [...] or "server": {...}}
     host   -> {"tools": [{"name", "description", "parameters", "waits"}]}         or {"broken": why}
@@ -7,8 +7,8 @@
                                                                                   or {"id": 1, "broken": why}
     driver -> {"cancel": 1}
 
-Calls run at the same time, as many as the driver sends. `late` means that a call was not over in time; `broken` that
-this process or its server can answer no further call, and is to be replaced.
+All calls that the driver has sent run at the same time. `late` means that a call was not over in time. `broken` means
+that this process or its server can answer no further call, and must be replaced.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ class Broken(Exception):  # noqa: N818 - it says what the server is
 
 @frozen
 class Answer:
-    """What a tool answered."""
+    """The answer of a tool."""
 
     text: str
     error: bool = False
     """Whether it is the description of an error, for the model to read."""
     state: dict[str, Any] | None = None
-    """What the tool keeps for the rest of the episode. None: nothing has changed."""
+    """The state of the episode after the call. None: the state has not changed."""
 
 
 class Tools(Protocol):
@@ -60,7 +60,7 @@ class Tools(Protocol):
         ...
 
     async def recovers(self, seconds: float) -> bool:
-        """Return whether further calls can be answered after one that was not over in time, `seconds`."""
+        """Return whether further calls can be answered, after a call that was not over within `seconds`."""
         ...
 
 
@@ -106,7 +106,7 @@ async def _serve(connection: socket.socket) -> None:
             task = asyncio.create_task(_answer(tools, message, say))
             running[number] = task
             task.add_done_callback(lambda _, number=number: running.pop(number, None))  # type: ignore[misc]
-        os._exit(0)  # the driver is gone: whatever still runs is not waited for
+        os._exit(0)  # the driver is gone, so nothing waits for running calls
 
 
 async def _opened(order: dict[str, Any], stack: AsyncExitStack) -> Tools:
@@ -134,7 +134,7 @@ async def _answer(tools: Tools, message: dict[str, Any], say: Callable[[dict[str
         await say({"id": number, "text": text, "error": answer.error, "state": answer.state})
     except asyncio.CancelledError:
         raise
-    except MemoryError:  # what holds the memory is unknown
+    except MemoryError:  # it is unknown what holds the memory, so the process ends
         os._exit(70)
     except Exception as error:
         await say({"id": number, "broken": in_words(_first(error))})

@@ -1,7 +1,7 @@
 """One address for all episodes of this process, which sends each request on to the endpoint of its episode.
 
-verifiers keeps one client for each address that it is told of, until it ends. So it is told of one address alone; its
-requests name their rollout in the header X-Session-ID.
+verifiers keeps a client for each address until the process ends. So verifiers gets only one address, and each request
+names its rollout in the header X-Session-ID.
 """
 
 import os

@@ -1,6 +1,6 @@
 """A harness of verifiers: a conversation with the taskset's tools, in this process.
 
-It takes 0.4 s an episode where the harness `null` takes 7 to 12 s, which starts a program of its own for each one.
+It takes 0.4 s for an episode. The harness `null` takes 7 to 12 s, because it starts a program for each episode.
 """
 
 import json
@@ -33,7 +33,7 @@ class ConversationHarness(vf.Harness[ConversationConfig]):  # type: ignore[misc]
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
     ) -> Any:
-        """Play one segment of the conversation. An overfull context ends it, and what there is is scored."""
+        """Play one segment of the conversation. A full context ends it, and the messages so far are scored."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])

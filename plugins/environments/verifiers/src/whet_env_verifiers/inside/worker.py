@@ -67,7 +67,7 @@ class Player:
         return [[task.key, _opening(task.data)] for task in held[asked["first"] : asked["first"] + asked["count"]]]
 
     async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Play an episode, and return what came of it."""
+        """Play an episode, and return its outcome."""
         import verifiers.v1 as vf
         from whet_verifiers_gateway import KEY
 
@@ -134,7 +134,7 @@ def _few(values: Any) -> list[tuple[str, Any]]:
 
 
 def _opening(data: Any) -> list[list[str]]:
-    """Return the messages of a task, as far as they are known before it is played."""
+    """Return the messages of a task, as far as they are known before the episode."""
     from verifiers.v1.types import content_text
 
     opening = [["system", data.system_prompt]] if data.system_prompt else []
@@ -155,7 +155,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Answer requests until stdin ends. The process ends then, whatever its code does."""
+        """Answer requests until stdin ends. Then the process ends, also if foreign code still runs in it."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=_read, args=(loop, self._asked), daemon=True).start()
         await asyncio.Event().wait()
@@ -174,7 +174,7 @@ class Worker:
         try:
             found = None if asked["do"] == "ping" else await getattr(self._player, asked["do"])(asked)
             answer = json.dumps({"id": asked["id"], "ok": found})
-        except Exception as error:  # whatever code of strangers raises is the answer
+        except Exception as error:  # the answer is the error, also of foreign code
             answer = json.dumps({"id": asked["id"], "error": f"{type(error).__name__}: {error}"[:4000]})
         _write(self._answers, answer.encode() + b"\n")
 

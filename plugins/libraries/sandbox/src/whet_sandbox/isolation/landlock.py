@@ -1,4 +1,4 @@
-"""A second wall around files, signals and TCP, by Landlock: it holds also where a mount were wrong.
+"""A second wall around files, signals and TCP, by Landlock: it also holds if a mount is wrong.
 
 Kernels offer more of it with each version (ABI); what the kernel does not offer is left out.
 """

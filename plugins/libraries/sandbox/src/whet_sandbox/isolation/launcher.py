@@ -129,7 +129,7 @@ def _reaped() -> set[int]:
 
 
 def _end(running: set[int]) -> None:
-    """Wait until the supervisors have ended, which see that the driver is gone. Kill those that do not."""
+    """Wait until the supervisors have noticed that the driver is gone, and have ended. Kill all others."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while running and time.monotonic() < deadline:
         running -= _reaped()

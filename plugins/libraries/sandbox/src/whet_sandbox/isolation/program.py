@@ -1,4 +1,4 @@
-"""A program of a sandbox: what becomes it behind the last walls, and the supervisor's side of its pipes."""
+"""A program of a sandbox: the process that becomes it, behind the last walls, and the supervisor's side."""
 
 import os
 import resource
@@ -55,7 +55,7 @@ class Program:
         return bool(len(data) <= room)
 
     def give(self, name: str) -> None:
-        """Write what the pipe takes of what waits for it."""
+        """Write the data that waits for a pipe, as much as the pipe takes."""
         try:
             count = os.write(self.pipes[name], self.feed[name][:CHUNK])
             self.feed[name] = self.feed[name][count:]
@@ -92,7 +92,7 @@ def become(header: dict[str, Any], theirs: dict[str, int], failing: int, machine
     try:
         limits = header["limits"]
         os.setsid()
-        with suppress(OSError):  # the machine's memory runs out: it shall choose a program, and no other process
+        with suppress(OSError):  # if the machine's memory runs out, the kernel kills a program first
             opened = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=machine_proc)
             os.write(opened, b"1000")
             os.close(opened)

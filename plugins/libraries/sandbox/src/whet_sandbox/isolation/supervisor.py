@@ -1,6 +1,6 @@
-"""The supervisor of one sandbox: it starts programs, watches their limits, and sends what came of them to the driver.
+"""The supervisor of one sandbox: it starts programs, watches their limits, and sends their results to the driver.
 
-It trusts the driver and nothing else. It reads what a program wrote through pipes and as plain files, up to limits.
+It trusts only the driver. It reads a program's output only from pipes and plain files, up to limits.
 
 A program ends in one of these ways, `why`:
 
@@ -14,7 +14,7 @@ A program ends in one of these ways, `why`:
     spoiled   an earlier program of the session left the sandbox so that this one cannot be started
     stopped   the driver stopped it
 
-Everything else is a failure of the sandbox, the message `broken`.
+Any other failure is a failure of the sandbox, and is sent as the message `broken`.
 """
 
 import os
@@ -33,12 +33,12 @@ from whet_sandbox.isolation.program import CHUNK, Program, become
 
 _POLL_SECONDS: Final = 0.05
 _COUNTED: Final = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
-"""What counts as a process's memory. Pages of files do not: they are the machine's, or the disk's limit holds."""
+"""The fields that count as a process's memory. Pages of files do not count: the disk has its own limit."""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class Stream(Protocol):
-    """What connects a supervisor and the driver: a socket, or what has these methods of one."""
+    """The connection of a supervisor and the driver: a socket, or an object with these methods of a socket."""
 
     def fileno(self) -> int: ...  # noqa: D102
     def recv(self, size: int, /) -> bytes: ...  # noqa: D102
@@ -53,11 +53,11 @@ class Supervisor:
         self._control, self._proc, self._first = control, machine_proc, first
         self._program: Program | None = None
         self._used = False
-        """Whether a program has run here. What fails afterwards may be its doing, and must not look like a failure of
-        the sandbox: a program could then choose that its episode does not count."""
+        """Whether a program has run here. A program may cause later failures. They must not look like failures of the
+        sandbox: otherwise a program could choose that its episode does not count."""
 
     def serve(self) -> None:
-        """Do what the driver asks for, one thing after another, until it closes the socket."""
+        """Serve the driver's requests, one after another, until the driver closes the socket."""
         doing: dict[str, Callable[[dict[str, Any], list[bytes]], bytes]] = {
             "run": self._run, "start": self._start, "ask": self._ask, "stop": self._stop
         }  # fmt: skip
@@ -72,7 +72,7 @@ class Supervisor:
                 answer = frames.pack({"is": "broken", "reason": str(error)})
             self._send(answer)
 
-    # what the driver asks for
+    # requests of the driver
 
     def _run(self, header: dict[str, Any], blobs: list[bytes]) -> bytes:
         """Run a program until it ends."""
@@ -114,7 +114,7 @@ class Supervisor:
         return self._result(header["collect"], last=header["last"])
 
     def _begin(self, header: dict[str, Any], blobs: list[bytes], answering: bool = False) -> bytes:
-        """Write the program's files and start it. Returns a result where an earlier program prevents that."""
+        """Write the program's files and start it. Returns a result if an earlier program prevents the start."""
         if self._program is not None:
             raise Refused("a program is running already")
         stdin, *contents = blobs
@@ -159,7 +159,7 @@ class Supervisor:
     # watching
 
     def _watch(self, seconds: float, done: Callable[[], bool]) -> None:
-        """Carry data between pipes until the program has ended, or something is done, or a limit is passed."""
+        """Carry data between pipes until the program has ended, `done()` is true, or a limit is passed."""
         program = self._program
         assert program is not None
         now = time.monotonic()
@@ -186,7 +186,7 @@ class Supervisor:
                 waiting.register(descriptor, select.POLLIN if reads else select.POLLOUT)
                 names[descriptor] = name
         ready = {descriptor for descriptor, _ in waiting.poll(max(0.0, seconds) * 1000)}
-        if self._control.fileno() in ready:  # the driver waits for an answer: it can only have gone
+        if self._control.fileno() in ready:  # the driver sends nothing now, so it is gone
             self.close()
         for descriptor in ready & set(names):
             name = names[descriptor]
@@ -276,7 +276,7 @@ class Supervisor:
             self.close()
 
     def _receive(self) -> tuple[dict[str, Any], list[bytes]] | None:
-        """Wait for a request, and watch a program that answers meanwhile. None: the driver is gone."""
+        """Wait for a request, and watch the limits of a started program meanwhile. None: the driver is gone."""
         while (program := self._program) is not None and not program.why:
             ready = select.select([self._control.fileno(), program.ended], [], [], _POLL_SECONDS)[0]
             if ready:
