@@ -14,6 +14,8 @@ TRACKERS = ("plugins/loggers/trackio", "plugins/loggers/wandb")  # their tracker
 MEGATRON = "plugins/backends/megatron"  # its tests take minutes, and skip where Megatron Core is not installed
 PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml")} - {*TRACKERS, MEGATRON})
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
+FAIL_AT_ONCE = "--max-worker-restart=0"
+"""A test process that dies fails the session. Where another takes its place, the session can wait for ever."""
 # Several test processes share the cores, and threads that wait for one spin. Hundreds of processes start, and need not
 # compile the modules again.
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
@@ -93,7 +95,7 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     with beside(session, "mypy"):
         session.run("lint-imports")
-        session.run("pytest", "-n", "3", "--durations=10", *session.posargs, env=TESTING)
+        session.run("pytest", "-n", "3", FAIL_AT_ONCE, "--durations=10", *session.posargs, env=TESTING)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
@@ -125,7 +127,7 @@ def engines(session: nox.Session, engine: str) -> None:
     environment = install_engine(session, engine, "megatron-core", "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
     cells = (f"{CELLS}_with_{engine}", "--dist", "loadgroup")  # those that share an engine run in one process
-    session.run("pytest", "-n", "2", *tests, *cells, *session.posargs, env=environment)
+    session.run("pytest", "-n", "2", FAIL_AT_ONCE, *tests, *cells, *session.posargs, env=environment)
 
 
 ALIKE = "test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2"
@@ -138,7 +140,7 @@ def backends(session: nox.Session, backend: str) -> None:
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
     whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
     tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", f"{CELLS}_with_{backend}")
-    session.run("pytest", "-n", "2", *tests, *session.posargs, env=TESTING)
+    session.run("pytest", "-n", "2", FAIL_AT_ONCE, *tests, *session.posargs, env=TESTING)
 
 
 def trainer(session: nox.Session) -> str:

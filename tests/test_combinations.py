@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 
@@ -45,7 +46,10 @@ def registry() -> Registry:
 
 @functools.cache
 def fitting() -> list[Combination]:
-    return [one for one in combinations(registry()) if critic_fits(one.algorithm, one.value_loss) and fits(one)]
+    return [
+        one for one in combinations(registry())
+        if critic_fits(one.algorithm, one.value_loss) and fits(attrs.evolve(one, filters="")) and fits(one)
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -54,6 +58,7 @@ def critic_fits(algorithm: str, value_loss: str) -> bool:
     return not value_loss or fits(Combination(algorithm, value_loss=value_loss))
 
 
+@functools.cache
 def fits(one: Combination) -> bool:
     return not page().problems_of(one, registry())
 

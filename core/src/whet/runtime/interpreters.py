@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ ENGINES = "whet.engines"
 """The entry-point group in which a plugin names the distributions of an engine, each with its module: `x = "x"`."""
 LIBRARIES = frozenset({"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray"})
 """Distributions whose versions matter to a run, besides whet, its plugins and their engines."""
+_NAME = re.compile(r"^Name: *(\S+)", re.MULTILINE)
 _HIDDEN = frozenset({"python", "whet", "numpy", "tokenizers", "safetensors", "ray"})
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that hold the folders of the driver's own interpreter."""
@@ -144,10 +146,17 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     found = {"python": platform.python_version(), "whet": CORE_VERSION}
     wanted = LIBRARIES | engines() | {normal(name) for name in also}
     for distribution in metadata.distributions():
-        name = normal(distribution.metadata["Name"] or "")
+        name = normal(_name(distribution))
         if name not in found and (name in wanted or name.startswith("whet-")):  # the first on the path is imported
             found[name] = distribution.version
     return dict(sorted(found.items()))
+
+
+def _name(distribution: metadata.Distribution) -> str:
+    """Return the name of a distribution, or "". To parse the metadata of all that is installed would take long."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    line = _NAME.search(text)
+    return line[1] if line else ""
 
 
 def engines() -> set[str]:

@@ -38,6 +38,8 @@ LAYOUTS = {
 # divide.
 MODELS = ("qwen3", "llama", "qwen3_moe", "mixtral")
 MIXTURES = ("qwen3_moe", "mixtral")
+PADDED = ("qwen3", "mixtral")
+"""Models whose padded rows are trained in every layout: a dense one and a mixture."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def cases():
 def test_three_steps_equal_those_of_one_process_by_hand(build, reference, make_batch, layout, name):
     batches = [make_batch(seed) for seed in SEEDS]
     for rows in ("shared", "padded"):
-        if rows == "padded" and "context" in layout:
+        if rows == "padded" and ("context" in layout or name not in PADDED):
             continue
         # 60 tokens of some 180: several micro-batches on each rank
         found = steps_of(build(name, layout, micro_batch_tokens=60, layout=rows), batches)

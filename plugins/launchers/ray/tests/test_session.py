@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -55,22 +55,34 @@ def test_ray_ends_with_the_last_session_that_uses_it(opened: list[RaySession]) -
     assert not ray.is_initialized()
 
 
-def test_a_session_waits_for_the_end_of_the_ray_before(
-    opened: list[RaySession], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_waits_for_the_end_of_the_ray_before(opened: list[RaySession]) -> None:
     first = RaySession()
     opened.append(first)
     first.wait(120.0)
     before = first.nodes[0].id
-    monkeypatch.setattr(ray_session, "_END_SECONDS", 0.0)  # nobody waits until it has ended
-    first.close()
+    closing = Thread(target=first.close)
+    closing.start()
+    wait_until(lambda: not first._connection.sessions, "the first session has left its connection")
     second = RaySession()
     opened.append(second)
     second.wait(120.0)
-    monkeypatch.undo()
-    time.sleep(2.0)
+    closing.join()
     assert [node.id != before for node in second.nodes] == [True]
     assert second.ends_ray
+
+
+def test_a_raylet_that_is_stopped_is_killed_at_the_end(
+    opened: list[RaySession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "_END_SECONDS", 1.0)
+    session = RaySession()
+    opened.append(session)
+    session.wait(120.0)
+    (raylet,) = [process.pid for process in descendants() if "/raylet " in process.command]
+    os.kill(raylet, signal.SIGSTOP)
+    session.close()
+    session._connection._thread.join(60.0)
+    assert not session._connection._thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from whet.runtime.watchdog import kill_marked, watchdog
 
 Answer = TypeVar("Answer")
 
-_NEEDED: Final = ("gcs_server", "raylet")
+_NEEDED: Final = ("raylet", "gcs_server")
 _PROBE_SECONDS: Final = 5.0
 _MOST_SILENT_SECONDS: Final = 30.0  # time to restart a head; after a minute without it, Ray ends this process
 
@@ -55,10 +55,9 @@ class OwnSigns:
                 return f"Ray's {name} on this machine is gone: {describe_end(code)}"
         return ""
 
-    def kill(self) -> None:
-        """Kill Ray's processes. A process that is stopped, or that waits for a lost one, would delay the shutdown."""
-        for process in self._processes.values():
-            process.kill()
+    def kill(self, name: str) -> None:
+        """Kill one of Ray's processes. A process that is stopped, or that waits for a lost one, delays the shutdown."""
+        self._processes[name].kill()
 
     def close(self) -> None:
         """Kill what still runs of Ray: the raylet's children, which outlive it by a minute."""

@@ -164,12 +164,17 @@ class _Connection:
             raise WhetError(f"it took more than {seconds:.3g} s to {what}{why}") from None
 
     def end(self) -> None:
-        """Disconnect from Ray. If whet started Ray, and Ray does not end in time, kill it."""
+        """Disconnect from Ray. If whet started Ray, and Ray does not end in time, kill it.
+
+        The raylet is killed first. If the `gcs_server` ends while the driver disconnects, the driver can wait for it,
+        and after a minute Ray ends the driver's process.
+        """
         self._leaving.set()
         self._thread.join(_END_SECONDS)
-        if self._thread.is_alive() and self._own is not None:
-            self._own.kill()
-            self._thread.join(_END_SECONDS)
+        for name in ("raylet", "gcs_server"):
+            if self._thread.is_alive() and self._own is not None:
+                self._own.kill(name)
+                self._thread.join(_END_SECONDS)
 
     def _lost(self, words: str) -> None:
         with suppress(InvalidStateError):
@@ -199,7 +204,7 @@ class _Connection:
             self._ready.set_result(None)
             self.life.watch(self._own or HeadSigns(self._head), self._leaving)
         if self._own is not None and self.life.lost.done():
-            self._own.kill()
+            self._own.kill("raylet")
         with _own_sigterm():
             import_module("ray").shutdown()
         if self._own is not None:
