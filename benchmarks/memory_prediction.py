@@ -81,11 +81,13 @@ SMALL = [
     Configuration("llama 23M, checkpointing", HALF, CHECKPOINTING, tokens=1024),
     Configuration("llama 23M, LoRA of rank 16", HALF, {"lora": {"rank": 16}}, tokens=1024),
     Configuration("qwen3_moe 28M", HALF_MOE, {}, tokens=512),
-    Configuration("llama 23M", HALF, {}, 2, 512),
+    Configuration("llama 17M tied", {**HALF, "tie_word_embeddings": True}, {}, 2, 512),
 ]
 LAYOUTS = [
     Configuration("llama 66M, tensor 2", LLAMA, {"parallel": {"tensor": 2}}, 2),
     Configuration("llama 66M, tensor 2, bfloat16", LLAMA, {"parallel": {"tensor": 2}}, 2, dtype="bfloat16"),
+    Configuration("qwen2 49M tied", QWEN2, {}, 2),
+    Configuration("qwen2 49M tied, tensor 2", QWEN2, {"parallel": {"tensor": 2}}, 2),
     Configuration("llama 66M, context 2", LLAMA, {"parallel": {"context": 2}}, 2, 2048),
     Configuration("llama 66M, two copies", LLAMA, {"parallel": {"replicate": 2}}, 2),
     Configuration("qwen3_moe 70M, expert 2", MOE, {"parallel": {"expert": 2}}, 2),

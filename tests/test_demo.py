@@ -1,5 +1,6 @@
 """`whet demo` as people type it."""
 
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,9 @@ def test_without_torch_the_demo_says_what_to_install(tmp_path):
     assert "making the model needs torch, which this Python lacks: pip install torch" in done.stderr
 
 
+FEW = "prompts_per_step: 2, group_size: 2"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(demos(load_plugins())))
 def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, monkeypatch, name):
@@ -33,14 +37,17 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
     assert made.code == 0, made.errors
     assert "made; to run it:\n  whet run it/" in made.output
     assert {path.name for path in (tmp_path / "it" / "start").iterdir()} >= {"model.safetensors", "train.jsonl"}
-    for part, made_of, fewer in (("train", 40_000, 400), ("validation", 256, 32)):
+    for part, made_of, kept in (("train", 40_000, 400), ("validation", 256, 32)):
         data = tmp_path / "it" / "start" / f"{part}.jsonl"
         lines = data.read_text().splitlines(keepends=True)
         assert len(lines) == made_of
-        data.write_text("".join(lines[:fewer]))
+        data.write_text("".join(lines[:kept]))
     for recipe in (tmp_path / "it").glob("*.yaml"):
-        changed = recipe.read_text().replace("limit: 512", "limit: 8").replace("limit: 256", "limit: 8")
-        recipe.write_text(changed.replace("prompts_per_step: 16, group_size: 8", "prompts_per_step: 2, group_size: 2"))
+        fewer_games = re.sub(r"limit: (128|256|512)\b", "limit: 8", recipe.read_text())
+        fewer_games = fewer_games.replace(
+            "15, environments: [{use: tiny-functions", "15, environments: [{limit: 8, use: tiny-functions"
+        )
+        recipe.write_text(re.sub(r"prompts_per_step: \d+, group_size: \d+", FEW, fewer_games))
     done = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=280)
     assert done.code == 0, done.errors
     rows = [line.split()[:3] for line in done.output.splitlines()]

@@ -56,6 +56,14 @@ def test_weights_and_moments_of_all_layers_are_12_bytes_a_parameter(config: dict
     assert found["optimizer"] == pytest.approx(16 * counted(config), rel=0.01), "gradients as well"
 
 
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2})], ids=str)
+def test_a_tied_embedding_is_held_once_however_ranks_share_it(ranks: int, parallel: dict[str, int]) -> None:
+    both = traced(trace, case(ranks, parallel=parallel))
+    tied = traced(trace, case(ranks, config={**SHAPE, "tie_word_embeddings": True}, parallel=parallel))
+    embedding = SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    assert both["idle"] - tied["idle"] == pytest.approx(12 * embedding / ranks, rel=0.001)
+
+
 @pytest.mark.parametrize(
     ("config", "ranks", "parallel", "copies"),
     [

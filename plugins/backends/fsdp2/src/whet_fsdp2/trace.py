@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
@@ -190,6 +191,7 @@ def _build(
         with sharding(ranks, low and mastered, keep=not config.reshard_after_forward) as wanted:
             wanted, _, mesh = type(model).prepare_distribute_model(wanted)
             model = type(model).maybe_distribute_model(model, wanted, mesh)
+    model.tie_weights()
     adapters = None if lora is None else Adapters(model, attrs.evolve(lora, adapter=""), 0, config.head)
     root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
     root.narrowed = narrow(model)
@@ -212,7 +214,10 @@ def _model(case: Case, head: str, dtype: torch.dtype) -> Any:
         settings = transformers.AutoConfig.for_model(**values)
     if head == "value":
         settings.num_labels = 1
-    with torch.device("meta"):
+    with (
+        torch.device("meta"),
+        init.no_tie_weights(),
+    ):  # as `from_pretrained` does: weights are tied once they are sharded
         model = kind.from_config(settings, dtype=dtype, trust_remote_code=case.model.trust_remote_code)
     return model.eval()
 
