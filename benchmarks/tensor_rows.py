@@ -19,7 +19,7 @@ from whet.config.structure import structure
 from whet.data.batch import from_sequences
 from whet.data.model_info import read_model
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import trace
+from whet_fsdp2 import attention, trace
 from whet_fsdp2.config import Fsdp2Config, sizes
 from whet_fsdp2.feed import EXACT, Widths, feed, widths
 from whet_fsdp2.ranks import Ranks
@@ -47,6 +47,7 @@ def main() -> None:
     count = parser.parse_args().rows
     document = {"micro_batch_tokens": TOKENS, "parallel": {"tensor": 2}, "layout": "packed"}
     config = structure(document, Fsdp2Config, None)
+    attention.register()
     draw = np.random.default_rng(0)
     lengths = draw.permutation(np.arange(TOKENS // 2, TOKENS))[: 2 * count].tolist()
     with tempfile.TemporaryDirectory() as folder, fake_ranks(2):

@@ -11,7 +11,7 @@ from whet.config.structure import structure
 from whet.data.batch import from_sequences
 from whet.data.model_info import read_model
 from whet.interfaces.workers import WorkerRank
-from whet_fsdp2 import trace
+from whet_fsdp2 import attention, trace
 from whet_fsdp2.config import Fsdp2Config, sizes
 from whet_fsdp2.feed import EXACT, Widths, feed, widths
 from whet_fsdp2.ranks import Ranks
@@ -59,6 +59,7 @@ def test_operators_are_planned_once_for_rows_of_similar_length(folders, monkeypa
     config = structure({"micro_batch_tokens": 160, "parallel": {"tensor": 2}, "layout": "packed"}, Fsdp2Config, None)
     model = read_model(folders("llama"), "float32")
     case = Case(attrs.asdict(config), model, sizes(config, 2), tokens=160)
+    attention.register()
     planner = DTensor._op_dispatcher.sharding_propagator
     plans = []
     whole = planner.propagate_op_sharding_non_cached
