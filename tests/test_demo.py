@@ -43,11 +43,9 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
         assert len(lines) == made_of
         data.write_text("".join(lines[:kept]))
     for recipe in (tmp_path / "it").glob("*.yaml"):
-        fewer_games = re.sub(r"limit: (128|256|512)\b", "limit: 8", recipe.read_text())
-        fewer_games = fewer_games.replace(
-            "15, environments: [{use: tiny-functions", "15, environments: [{limit: 8, use: tiny-functions"
-        )
-        recipe.write_text(re.sub(r"prompts_per_step: \d+, group_size: \d+", FEW, fewer_games))
+        few = re.sub(r"limit: (128|256|512)\b", "limit: 8", recipe.read_text())
+        few = re.sub(r"(evaluation: .*)\{use: tiny-functions\}", r"\1{use: tiny-functions, limit: 8}", few)
+        recipe.write_text(re.sub(r"prompts_per_step: \d+, group_size: \d+", FEW, few))
     done = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=280)
     assert done.code == 0, done.errors
     rows = [line.split()[:3] for line in done.output.splitlines()]

@@ -214,10 +214,8 @@ def _model(case: Case, head: str, dtype: torch.dtype) -> Any:
         settings = transformers.AutoConfig.for_model(**values)
     if head == "value":
         settings.num_labels = 1
-    with (
-        torch.device("meta"),
-        init.no_tie_weights(),
-    ):  # as `from_pretrained` does: weights are tied once they are sharded
+    # Tied weights cannot be sharded. `from_pretrained` ties them afterwards, too.
+    with torch.device("meta"), init.no_tie_weights():
         model = kind.from_config(settings, dtype=dtype, trust_remote_code=case.model.trust_remote_code)
     return model.eval()
 
