@@ -64,7 +64,7 @@ class Subject:
     def tidy(self) -> None:
         """Remove what nobody is left to remove, where both the watchdog and the driver were killed."""
         for folder in self.temporary.glob("whet-*"):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # a grader that has noticed the end removes its own meanwhile
         end(frozenset(process for process in descendants() if RAY_AGENTS.search(process.command)))
 
     def write(self) -> Path:

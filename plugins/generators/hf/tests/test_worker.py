@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,17 +136,20 @@ def test_a_request_that_cannot_be_served_is_told_why(worker: Worker, request_: R
 
 
 class Gate:
-    """Holds a decoder at one of its first steps until it is opened."""
+    """Holds all threads of a decoder at one of its first steps until it is opened."""
 
-    def __init__(self, worker: Worker, monkeypatch: Any) -> None:
+    def __init__(self, worker: Worker, monkeypatch: Any, threads: int = 1) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
         name = "run" if hasattr(worker._decoder, "run") else "forward"
-        run_layers, calls = getattr(worker._decoder, name), iter(range(10**6))
+        run_layers, lock, calls = getattr(worker._decoder, name), threading.Lock(), Counter[int]()
 
         def gated(*args: Any, **named: Any) -> Any:
-            if next(calls) == 6:
-                self.reached.set()
-                assert self.opened.wait(20)
+            with lock:
+                calls[threading.get_ident()] += 1
+                held = calls.total() > 6
+                if held and len(calls) == threads:
+                    self.reached.set()
+            assert not held or self.opened.wait(20)
             return run_layers(*args, **named)
 
         monkeypatch.setattr(worker._decoder, name, gated)
@@ -245,7 +249,7 @@ def test_kept_a_batch_goes_on_with_the_new_weights_at_its_next_token(
     try:
         requests = requests_of(40, max_tokens=20)
         (expected,) = run(ask(worker, requests))
-        gate, spec = Gate(worker, monkeypatch), sync(worker, tmp_path, 5, factor=-1.0)
+        gate, spec = Gate(worker, monkeypatch, threads), sync(worker, tmp_path, 5, factor=-1.0)
         kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), spec, "continue"))
     finally:
         worker.close()
