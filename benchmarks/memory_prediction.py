@@ -2,7 +2,7 @@
 
     python benchmarks/memory_prediction.py                 twelve configurations
     python benchmarks/memory_prediction.py --only 0 5      some of them
-    python benchmarks/memory_prediction.py --small         five small ones; a test runs them
+    python benchmarks/memory_prediction.py --small         six small ones; a test runs them
     python benchmarks/memory_prediction.py --layouts       tensor, expert and context parallelism, copies
     python benchmarks/memory_prediction.py --megatron      stages of pipelines and other layouts of the backend megatron
 
@@ -81,6 +81,7 @@ SMALL = [
     Configuration("llama 23M, checkpointing", HALF, CHECKPOINTING, tokens=1024),
     Configuration("llama 23M, LoRA of rank 16", HALF, {"lora": {"rank": 16}}, tokens=1024),
     Configuration("qwen3_moe 28M", HALF_MOE, {}, tokens=512),
+    Configuration("llama 23M", HALF, {}, 2, 512),
     Configuration("llama 17M tied", {**HALF, "tie_word_embeddings": True}, {}, 2, 512),
 ]
 LAYOUTS = [

@@ -202,7 +202,7 @@ PROCESS = 48 << 20
 
 @pytest.mark.slow
 def test_workers_measure_what_was_predicted() -> None:
-    """Models of 23 to 28 million parameters: peaks of 120 to 470 MiB. One process imports for all workers."""
+    """Models of 17 to 28 million parameters: peaks of 120 to 470 MiB. One process imports for all workers."""
     file = Path(__file__).parents[4] / "benchmarks" / "memory_prediction.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
