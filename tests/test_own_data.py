@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from whet.data.files import read_rows
 from whet_testing.runs import numbers
 
 ROWS = [(f"{n}+{n}?", str(2 * n)) for n in range(10)]
@@ -84,6 +85,13 @@ def test_check_prints_what_it_recognised(command, config, tmp_path):
         "data.train.2: validation.tsv: TSV; columns prompt, completion",
     ):
         assert line in plan
+
+
+def test_data_is_tokenised_while_models_start(command, config, tmp_path):
+    done(command("run", config(run={"epochs": None, "steps": 1})))
+    spans = {(row["role"], row["phase"]): row for row in read_rows(tmp_path / "run/spans.jsonl")}
+    started, tokenised = spans["backend", "start"], spans["data", "tokenise"]
+    assert tokenised["begin"] < started["begin"] + started["seconds"]
 
 
 FIELDS = {"prompt": "question", "completion": "answer"}

@@ -84,6 +84,10 @@ class OfflineData(Protocol):
         """Return a hash of the files' contents and the options. Together these decide the batches."""
         ...
 
+    def begin(self) -> None:
+        """Begin to read and tokenise all files in the background. `prepare` waits for the end of it."""
+        ...
+
     def prepare(self) -> PreparedData:
         """Read and tokenise all files, and return the data. Later calls do not read the files again.
 

@@ -90,6 +90,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     attempt.observers.load(saved.get("loggers", {}))
     components = Components(saved.get("components", {}))
     folder.journal("opened", after_step=run.done, steps=run.total, process=os.getpid())
+    if inputs.data is not None:
+        inputs.data.begin()
     models, sync = start_models(prepared, attempt, begun)
     if run.saved:
         with attempt.spans.phase("backend", "load"):

@@ -252,6 +252,32 @@ def test_trained_is_the_content_and_the_end_of_turn_but_no_header(name, load):
         assert last.prompt_length == len(chat.prompt(talk[:-1]))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_turns_are_found_as_where_each_is_rendered_alone(name, load, monkeypatch):
+    """A turn that ends as an earlier one did is not rendered alone. Texts that hold the end of a turn are."""
+    kind, template, talks = CASES[name]
+    chat, _ = load(kind, template)
+    end = chat.decode([chat._end_of_turn], skip_special=False)
+    answers = ("one", " two \n", f"three{end}", "four", "", "five\n", "one")
+    long = [message for text in answers for message in (Message("user", "and?"), Message("assistant", text))]
+    for talk in (*talks, tuple(long)):
+        found = chat.training(talk)
+        with monkeypatch.context() as patch:
+            patch.setattr(chat, "_stop_at_end", lambda turn, message: "")
+            one_by_one = chat.training(talk)
+        assert found.tokens.tolist() == one_by_one.tokens.tolist()
+        assert found.loss_mask.tolist() == one_by_one.loss_mask.tolist()
+
+
+def test_a_conversation_of_plain_turns_is_rendered_about_once_for_each(load, monkeypatch):
+    chat, _ = load("bytes", CHATML)
+    talk = [message for n in range(9) for message in (Message("user", f"{n}?"), Message("assistant", f"{n}"))]
+    renders = []
+    monkeypatch.setattr(chat, "render", lambda *a, of=chat.render, **k: renders.append(a) or of(*a, **k))
+    chat.training(tuple(talk))
+    assert len(renders) == 1 + 9 + 1
+
+
 PLAIN_ROLES = "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content{} }}}}{}{{% endfor %}}{}"
 ASKED = "{% if add_generation_prompt %}assistant: {% endif %}"
 

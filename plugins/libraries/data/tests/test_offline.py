@@ -1,4 +1,5 @@
 import json
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -252,6 +253,25 @@ def test_data_is_prepared_once(make):
     data = make(numbered(5), status=said.append)
     assert data.prepare() is data.prepare()
     assert len([words for words in said if words.startswith("train data: 5 records")]) == 1
+
+
+def test_data_that_was_begun_is_read_once_on_another_thread(make):
+    threads, said = [], []
+    data = make(numbered(5), status=lambda words: said.append(words) or threads.append(threading.current_thread()))
+    data.begin()
+    data.begin()
+    assert numbers(data.prepare().batch(1, 5)) == numbers(make(numbered(5)).prepare().batch(1, 5))
+    data.begin()
+    assert data.prepare() is data.prepare()
+    assert len([words for words in said if words.startswith("train data: 5 records")]) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_what_fails_after_the_beginning_is_raised_where_the_data_is_needed(make):
+    data = make([{}, {}])
+    data.begin()
+    with pytest.raises(DataError, match="2 of 2 records are malformed"):
+        data.prepare()
 
 
 def test_data_without_an_end_has_no_number_of_steps(make):

@@ -50,6 +50,7 @@ class ChatTemplate:
         read = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
         read |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
         self._reasoning = next((name for name in ("reasoning_content", "reasoning", "thinking") if name in read), "")
+        self._last: tuple[Conversation, list[dict[str, Any]]] = (), []
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False, tools: Tools = ()) -> str:
         """Return the text of a conversation. Raises `DataError` if the template refuses it.
@@ -59,7 +60,7 @@ class ChatTemplate:
         """
         calling, fault = any(message.calls for message in conversation), None
         for empty, as_text in ((None, False), ("", False), ("", True)) if calling else ((None, False),):
-            messages = list(self._seen(conversation, empty, as_text))
+            messages = list(self._seen(conversation, empty, as_text)) if calling else self._plain(conversation)
             try:
                 text = self._rendered(messages, tools, generation_prompt)
             except _FAULTS as error:
@@ -78,6 +79,17 @@ class ChatTemplate:
             add_generation_prompt=generation_prompt,
             **self._variables,
         )
+
+    def _plain(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return messages without calls in the form that templates read.
+
+        They are kept, as a conversation is often rendered again up to an earlier message. No template can change them.
+        """
+        known, seen = self._last
+        if known[: len(conversation)] != conversation:
+            seen = list(self._seen(conversation, None, False))
+            self._last = conversation, seen
+        return seen[: len(conversation)]
 
     def _seen(self, conversation: Conversation, empty: str | None, as_text: bool) -> Iterator[dict[str, Any]]:
         """Yield the messages in the form that templates read. Raises `DataError` if a part of one is not text.

@@ -215,7 +215,11 @@ class ChatTokenizer:
             raise DataError(f"there is no message of the assistant to train on among {len(conversation)} messages")
         whole = self.render(conversation)
         chosen = turns[-1:] if train_on == "last" else turns
-        spans = [self._turn(conversation, i, whole) for i in chosen]
+        spans: list[tuple[int, int]] = []
+        stop = ""
+        for i in chosen:
+            spans.append(self._turn(conversation, i, whole, stop))
+            stop = stop or self._stop_at_end(whole[slice(*spans[-1])], conversation[i])
         return self._masked(whole, spans)
 
     def training_text(self, text: str) -> Trainable:
@@ -242,11 +246,18 @@ class ChatTokenizer:
         mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask, np.ones(len(end), np.bool_)])
         return Trainable(tokens, mask, len(begin) + found.prompt_length)
 
-    def _turn(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
-        """Return where an assistant turn begins and ends in the text of its conversation, in characters."""
+    def _turn(self, conversation: Conversation, index: int, whole: str, stop: str = "") -> tuple[int, int]:
+        """Return where an assistant turn begins and ends in the text of its conversation, in characters.
+
+        `stop`: what an earlier turn of plain text ended with. A turn that has its text and this is not rendered alone.
+        """
         asked = self.render(conversation[:index], generation_prompt=True)
         if not whole.startswith(asked):
             raise _rewritten(asked, whole)
+        if stop and self._is_plain(conversation[index]):
+            end = len(asked) + len(conversation[index].text) + len(stop)
+            if whole[len(asked) : end] == conversation[index].text + stop:
+                return len(asked), end
         is_last = index + 1 == len(conversation)
         answered = whole if is_last else self.render(conversation[: index + 1])
         if answered.startswith(asked) and whole.startswith(answered):
@@ -262,6 +273,16 @@ class ChatTokenizer:
         if end is None:
             raise _rewritten(asked + message.text, whole)
         return len(asked), end + len(self._stop_at(whole, end))
+
+    def _stop_at_end(self, turn: str, message: Message) -> str:
+        """Return the end-of-turn token of a turn that is a message's plain text and this token. Empty: it is not."""
+        stop = turn[len(message.text) :]
+        return stop if stop in self._stop_texts and turn == message.text + stop and self._is_plain(message) else ""
+
+    def _is_plain(self, message: Message) -> bool:
+        """Return whether a message is text alone, without an end-of-turn token in it."""
+        others = message.calls or message.reasoning or message.written
+        return not others and not any(stop in message.text for stop in self._stop_texts)
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
         """Tokenise text with the loss on spans of characters. The text before the first span has the same tokens as it

@@ -10,8 +10,10 @@ epochs, it continues with the next record: a checkpoint holds how many records w
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
@@ -105,12 +107,13 @@ class OfflineData:
         self._max_length, self._status = max_length, status
         self._encode, self._names, self._epochs = encode, names, epochs
         self._prepared: PreparedData | None = None
+        self._begun: Future[PreparedData] | None = None
         self._before = (0, 0)
 
     def go_on(self, step: int, position: Mapping[str, int]) -> None:
         """Continue after a step, from the position that was saved with it."""
         if position:
-            self._before, self._prepared = (step, position["records"]), None
+            self._before, self._prepared, self._begun = (step, position["records"]), None, None
 
     def position(self, step: int, size: int) -> dict[str, int]:
         """Return the position in the data after a step of `size` units, and the units of an epoch. It is saved with the
@@ -133,28 +136,46 @@ class OfflineData:
             digest.update(":".join(content_hash(file) + _reading(file) for file in files).encode() + b";")
         return digest.hexdigest()
 
+    def begin(self) -> None:
+        """Begin to read and tokenise all files with the algorithm's own `encode`, on a thread of its own."""
+        if self._encode is None or self._prepared is not None or self._begun is not None:
+            return
+        begun, encode = Future["PreparedData"](), self._encode
+
+        def read() -> None:
+            try:
+                begun.set_result(self._read_all(encode))
+            except BaseException as error:  # `prepare` raises it
+                begun.set_exception(error)
+
+        self._begun = begun
+        # A daemon: a run that ends early does not wait for this thread.
+        threading.Thread(target=read, name="whet-data", daemon=True).start()
+
     def prepare(self, encode: Encode | None = None) -> "PreparedData":
         """Read and tokenise all files. With the algorithm's own `encode`, the default, this happens once.
 
         Raises `DataError` if too many records are malformed, or none is left.
         """
-        if encode is None and self._prepared is not None:
-            return self._prepared
-        chosen = encode or self._encode
-        if chosen is None:
-            raise ValueError("the algorithm states no `encode` in its facts, and none is given")
+        if encode is not None:
+            return self._read_all(encode)
+        if self._prepared is None:
+            if self._encode is None:
+                raise ValueError("the algorithm states no `encode` in its facts, and none is given")
+            begun, self._begun = self._begun, None
+            self._prepared = self._read_all(self._encode) if begun is None else begun.result()
+        return self._prepared
+
+    def _read_all(self, encode: Encode) -> "PreparedData":
         with self._timed():
-            train = self._read("train", self._section.train, chosen)
-            validation = self._read("validation", self._section.validation, chosen)
+            train = self._read("train", self._section.train, encode)
+            validation = self._read("validation", self._section.validation, encode)
         files = self._section.train
         names = [f"data.train.{i}: {file.path}" for i, file in enumerate(files)]
         mixed = mixture(self._seed, train.sizes, [file.weight for file in files], names)
         self._tell_shares(mixed)
         end = None if self._epochs is None else records_of(self._epochs, len(train))
-        prepared = PreparedData(train, validation, mixed, self._status, end, self._before)
-        if encode is None:
-            self._prepared = prepared
-        return prepared
+        return PreparedData(train, validation, mixed, self._status, end, self._before)
 
     def _tell_shares(self, mixed: Mixture) -> None:
         """Report how the files are mixed, if they have weights."""
