@@ -288,7 +288,8 @@ def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]
     before, away = worker.score(batch.take([0]), ("logprobs",))["logprobs"], worker.sleep()
     generator = Generator(
         WorkerRank("generator", 0, 1, threads=1 if device == "cpu" else 8, device=device), path=folder,
-        dtype="bfloat16", trust_remote_code=False, max_batch=64, cache_bytes=2 << 30, fused=True, scratch=folder,
+        dtype="bfloat16", trust_remote_code=False, max_batch=64, cache_bytes=2 << 30, fused=True,
+        prefix_caching=True, scratch=folder,
     )  # fmt: skip
     generator.sleep()
     worker.wake()

@@ -27,10 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Decoding:
     """A model with a decoder, and what is needed to decode with it."""
 
-    def __init__(self, folder: Path, fused: bool = True, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, fused: bool = True, dtype: str = "float32", cache_bytes: int = 0) -> None:
         self.folder = folder
         self.model = load_model(str(folder), dtype, "cpu", False)
-        self.decoder = choose_decoder(self.model, fused=fused)
+        self.decoder = choose_decoder(self.model, fused=fused, cache_bytes=cache_bytes)
         self.strings = StopStrings(folder)
         self.aborts = Aborts()
 

@@ -23,8 +23,8 @@ from whet_weights.transfer import send
 
 
 def make_worker(folder: Path, **options: Any) -> Worker:
-    settings = {"dtype": "float32", "trust_remote_code": False, "max_batch": 64, "cache_bytes": 1 << 30, "fused": True}
-    settings["scratch"] = str(folder.parent / "scratch")
+    settings: dict[str, Any] = {"dtype": "float32", "trust_remote_code": False, "max_batch": 64, "cache_bytes": 1 << 30}
+    settings |= {"fused": True, "prefix_caching": True, "scratch": str(folder.parent / "scratch")}
     threads = options.pop("threads", 1)
     return Worker(WorkerRank("generator", 0, 1, threads=threads), path=str(folder), **{**settings, **options})
 

@@ -9,7 +9,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from whet.data.records import Completion, Progress, Request, Stop
+from whet.data.records import Completion, IntArray, Progress, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import one_token
 from whet_generation.sampling import Sampler
@@ -30,6 +30,10 @@ class Session(Protocol):
 
     def step(self, tokens: Tensor) -> None:
         """Append a token to each row."""
+        ...
+
+    def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
+        """Take note that a row ends. tokens [length]: those that were computed; the first `prompt` were its prompt."""
         ...
 
     def keep(self, rows: Tensor) -> None:
@@ -163,6 +167,9 @@ def decode(
                 endings[rows[i]] = "abort"
             ended |= aborted
         lengths[rows[alive & ended]] = step + 1
+        for i in np.flatnonzero(alive & ended) if len(versions) == 1 else ():
+            prompt = requests[rows[i]].tokens
+            session.ended(int(i), np.concatenate([prompt, history[rows[i], :step]]), len(prompt))
         alive &= ~ended
         left = int(alive.sum())
         if left == 0:

@@ -6,13 +6,16 @@ here, too, and no memory is needed twice.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.data.records import IntArray
 from whet_hf.layers import Cache, Layer, Shape, compiled
+from whet_hf.prefixes import Prefixes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_TOKENS = 8192
@@ -40,8 +43,12 @@ def unsupported(config: Any) -> str:
 class FusedDecoder:
     """Decodes with the weights of a `transformers` model whose config is not `unsupported`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, cache_bytes: int = 0) -> None:
+        """Take the model. `cache_bytes`: keys and values of running and ended sequences together, at most, as far as
+        ended ones are kept; 0: none is.
+        """
         config, self.model = model.config, model
+        self._cache_bytes, self.prefixes = cache_bytes, Prefixes(cache_bytes)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.shape = Shape(heads, config.num_key_value_heads, head_dim, config.rms_norm_eps)
@@ -60,7 +67,11 @@ class FusedDecoder:
         return int(self.model.lm_head.weight.shape[0])
 
     def refresh(self) -> None:
-        """Copy the norm scales of the heads, the only weights that do not share the model's own storage."""
+        """Copy the norm scales of the heads, the only weights that do not share the model's own storage.
+
+        Keys and values of the old weights are forgotten.
+        """
+        self.prefixes.clear()
         self.layers = [
             fused._replace(head_norm=self._head_norm(layer.self_attn))
             for fused, layer in zip(self._fused, self.model.model.layers, strict=True)
@@ -68,9 +79,12 @@ class FusedDecoder:
 
     def free(self) -> int:
         """Free the memory of the cache. Returns the number of bytes."""
-        size = sum(buffer.nbytes for buffer in self._buffers.values())
+        size = self._running() + self.prefixes.clear()
         self._buffers.clear()
         return size
+
+    def _running(self) -> int:
+        return sum(buffer.nbytes for buffer in list(self._buffers.values()))
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "FusedSession":
         """Return a session whose prompts are computed, with room for `room` tokens after each prompt.
@@ -85,6 +99,7 @@ class FusedDecoder:
         size = torch.Size(shape).numel()
         if lane not in self._buffers or self._buffers[lane].numel() < size:
             self._buffers.pop(lane, None)
+            self.prefixes.leave(self._cache_bytes - self._running() - size * self.cache_dtype.itemsize)
             self._buffers[lane] = torch.empty(size, dtype=self.cache_dtype, device=self.device)
         return self._buffers[lane][:size].view(shape)
 
@@ -175,9 +190,15 @@ class FusedSession:
         """Append a token to each row. tokens [B]."""
         self._filled += 1
         bias = None if self._bias is None else self._bias[:, :, : self._filled].reshape(-1, 1, self._filled)
-        cache = Cache(self._keys, self._values, self._filled, bias, owner=None, width=1, mask=None)
+        cache = Cache(self._keys, self._values, self._filled, bias, None, None, None, width=1, past=0, mask=None)
         self.logits = self._decoder.logits(self._decoder.run(tokens, self._position, cache))
         self._position = self._position + 1
+
+    def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
+        """Keep what was computed of a row that ends, for a prompt that begins with its tokens."""
+        first = self._filled - len(tokens)
+        copy = partial(torch.clone, self._cache[:, :, row, :, first : self._filled])
+        self._decoder.prefixes.keep(tokens, prompt, partial(copy, memory_format=torch.contiguous_format))
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. Cheap if most rows keep their place."""
@@ -194,28 +215,54 @@ class FusedSession:
         self._keys, self._values = list(live[:, 0]), list(live[:, 1])
 
     def _prefill(self, prompts: list[Tensor], owner: Tensor) -> Tensor:
-        """Compute each prompt once and fill the cache of its rows. Returns the last hidden states [prompts, H]."""
-        hidden = []
-        for first, last in _chunks([len(p) for p in prompts]):
-            rows = ((owner >= first) & (owner < last)).nonzero()[:, 0]
-            begin, end = int(rows[0]), int(rows[-1]) + 1
-            hidden.append(self._prefill_chunk(prompts[first:last], self._cache[:, :, begin:end], owner[rows] - first))
-        return torch.cat(hidden)
+        """Compute each prompt once and fill the cache of its rows. Returns the last hidden states [prompts, H].
 
-    def _prefill_chunk(self, prompts: list[Tensor], cache: Tensor, owner: Tensor) -> Tensor:
-        device, count, width = owner.device, len(prompts), len(prompts[-1])
-        pads = torch.tensor([width - len(p) for p in prompts], device=device)
-        tokens = torch.stack([F.pad(p, (width - len(p), 0)) for p in prompts])
+        What is kept of an ended sequence is copied and not computed.
+        """
+        known = [self._decoder.prefixes.find(prompt.cpu().numpy()) for prompt in prompts]
+        left = [len(prompt) - length for prompt, (_, length) in zip(prompts, known, strict=True)]
+        order = sorted(range(len(prompts)), key=left.__getitem__)
+        rows = torch.split(torch.arange(len(owner), device=owner.device), torch.bincount(owner).tolist())
+        hidden, places = [], []
+        for first, last in _chunks([left[i] for i in order]):
+            chunk = sorted(order[first:last])
+            places += chunk
+            chosen = [(prompts[i], rows[i], known[i][0]) for i in chunk]
+            hidden.append(self._prefill_chunk(chosen, width=left[order[last - 1]]))
+        found = torch.cat(hidden)
+        return torch.empty_like(found).index_copy_(0, torch.tensor(places, device=found.device), found)
+
+    def _prefill_chunk(self, chosen: list[tuple[Tensor, Tensor, Tensor | None]], width: int) -> Tensor:
+        """Compute the last `width` tokens of prompts. chosen: each prompt, its rows, and keys and values of its
+        beginning.
+        """
+        device, filled = self._cache.device, self._filled
+        pasts = [max(0, len(prompt) - width) for prompt, _, _ in chosen]
+        past = max(pasts)
+        pads = torch.tensor([width - len(prompt) for prompt, _, _ in chosen], device=device)  # below 0: a past
+        tokens = torch.stack([F.pad(prompt[-width:], (max(0, width - len(prompt)), 0)) for prompt, _, _ in chosen])
         positions = (torch.arange(width, device=device) - pads[:, None]).clamp(min=0)
         mask = None
-        if len(prompts[0]) < width:
-            real = torch.arange(width, device=device) >= pads[:, None]
-            mask = real[:, None] & real.new_ones(width, width).tril()
+        if past or int(pads.max()) > 0:
+            columns = torch.arange(-past, width, device=device)
+            real, own = columns >= pads[:, None], columns == torch.arange(width, device=device)[:, None]
+            mask = real[:, None] & (columns <= torch.arange(width, device=device)[:, None])
             # Padding attends to itself, because attention without any key would be NaN.
-            mask = (mask | torch.eye(width, dtype=torch.bool, device=device))[:, None]
-        cache[..., : self._filled - width, :] = 0  # masked, but 0 times an uninitialised number may be NaN
-        view = Cache(list(cache[:, 0]), list(cache[:, 1]), self._filled, None, owner, width, mask)
-        return self._decoder.run(tokens.flatten(), positions.flatten(), view).view(count, width, -1)[:, -1]
+            mask = (mask | own)[:, None]
+        rows = torch.cat([own for _, own, _ in chosen])
+        counts = torch.tensor([len(own) for _, own, _ in chosen], device=device)
+        owner = torch.arange(len(chosen), device=device).repeat_interleave(counts)
+        for (_, own, kept), length in zip(chosen, pasts, strict=True):
+            first, end = int(own[0]), int(own[-1]) + 1
+            # Masked, but 0 times an uninitialised number may be NaN.
+            self._cache[:, :, first:end, :, : filled - width - length] = 0
+            if length:
+                assert kept is not None
+                self._cache[:, :, first:end, :, filled - width - length : filled - width] = kept[:, :, None, :, :length]
+        keys, values = list(self._cache[:, 0]), list(self._cache[:, 1])
+        firsts = torch.stack([own[0] for _, own, _ in chosen])
+        view = Cache(keys, values, filled, None, owner, rows, firsts, width, past, mask)
+        return self._decoder.run(tokens.flatten(), positions.flatten(), view).view(len(chosen), width, -1)[:, -1]
 
 
 def _chunks(lengths: list[int]) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ class HfGenerator(ReplicatedGenerator):
             "max_batch": config.max_batch,
             "cache_bytes": int(config.cache_gib * 2**30),
             "fused": config.decoder == "auto",
+            "prefix_caching": config.prefix_caching,
             "scratch": str(context.scratch.absolute()),
             "columns": sorted(context.columns),
         }

@@ -52,11 +52,17 @@ class Cache(NamedTuple):
     bias: Tensor | None
     """[B * kv_heads, 1, filled] is added to scores: minus infinity for padding."""
     owner: Tensor | None
-    """For prompts: [B] the prompt of each row. None: one token of each row is computed."""
+    """For prompts: [rows] the prompt of each row of `rows`. None: one token of each row is computed."""
+    rows: Tensor | None
+    """For prompts: [rows] the rows of the cache that they fill, ascending by prompt."""
+    firsts: Tensor | None
+    """For prompts: [prompts] the first row of each."""
     width: int
-    """For prompts: tokens of each prompt, with padding."""
+    """For prompts: tokens of each prompt that are computed, with padding."""
+    past: int
+    """For prompts: columns before these tokens that they attend to."""
     mask: Tensor | None
-    """For prompts with padding: [prompts, 1, width, width] true where a query sees a key."""
+    """For prompts with padding or a past: [prompts, 1, width, past + width] true where a query sees a key."""
 
 
 def run_layers(hidden: Tensor, cos: Tensor, sin: Tensor, layers: list[Layer], cache: Cache, shape: Shape) -> Tensor:
@@ -113,12 +119,19 @@ def attend_to_prompt(
 
     queries, keys, values [prompts * width, (kv_)heads, D] -> [prompts * width, heads * D].
     """
-    owner, mask, begin, size = cache.owner, cache.mask, cache.filled - cache.width, queries.shape[2]
+    owner, rows, firsts, mask = cache.owner, cache.rows, cache.firsts, cache.mask
+    begin, size = cache.filled - cache.width, queries.shape[2]
     assert owner is not None
+    assert rows is not None
+    assert firsts is not None
     k = keys.view(-1, cache.width, keys.shape[1], size).transpose(1, 2)
     v = values.view(-1, cache.width, values.shape[1], size).transpose(1, 2)
-    all_keys[:, :, begin : cache.filled] = k.contiguous().index_select(0, owner)
-    all_values[:, :, begin : cache.filled] = v.contiguous().index_select(0, owner)
+    all_keys[:, :, begin : cache.filled].index_copy_(0, rows, k.to(all_keys.dtype).index_select(0, owner))
+    all_values[:, :, begin : cache.filled].index_copy_(0, rows, v.to(all_values.dtype).index_select(0, owner))
+    if cache.past > 0:
+        begin = begin - cache.past
+        k = all_keys[:, :, begin : cache.filled].index_select(0, firsts).to(keys.dtype)
+        v = all_values[:, :, begin : cache.filled].index_select(0, firsts).to(values.dtype)
     mixed = F.scaled_dot_product_attention(
         queries.view(-1, cache.width, queries.shape[1], size).transpose(1, 2), k, v,
         attn_mask=mask, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1],

@@ -48,17 +48,19 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> A
     return model.to(device).eval().requires_grad_(False)
 
 
-def choose_decoder(model: Any, *, fused: bool, experts: bool = False) -> Decoder:
+def choose_decoder(model: Any, *, fused: bool, experts: bool = False, cache_bytes: int = 0) -> Decoder:
     """Return the fastest decoder whose logits equal the model's own on random tokens.
 
-    experts: the decoder must record the experts of each token. Raises `WhetError` if no decoder's logits do, or if the
-    experts of this model cannot be recorded.
+    cache_bytes: memory within which a decoder may keep ended sequences; see `FusedDecoder`.
+    experts: the decoder must record the experts of each token.
+
+    Raises `WhetError` if no decoder's logits do, or if the experts of this model cannot be recorded.
     """
     routers = _routers(model) if experts else None
     if fused and routers is None:
         reason = unsupported(model.config)
         if not reason:
-            decoder = FusedDecoder(model)
+            decoder = FusedDecoder(model, cache_bytes)
             difference = decoding_error(decoder, model)
             if difference <= TOLERANCE[model.dtype]:
                 return decoder

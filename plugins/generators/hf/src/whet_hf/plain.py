@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.data.records import IntArray
 from whet_ops.routing import Routers
 
 
@@ -86,6 +87,9 @@ class PlainSession:
             self.routed = self._routed(len(tokens))[:, 0]
         self._position = self._position + 1
         self.logits = output.logits[:, -1]
+
+    def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
+        """Do nothing: `transformers`' cache is not kept."""
 
     def _routed(self, rows: int) -> Any:
         """Return the experts that the last forward pass chose [rows, tokens of a row, layers * k] int16, or []."""

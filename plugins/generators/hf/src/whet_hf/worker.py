@@ -66,6 +66,7 @@ class Worker:
         max_batch: int,
         cache_bytes: int,
         fused: bool,
+        prefix_caching: bool,
         scratch: str,
         columns: list[str] | None = None,
     ) -> None:
@@ -74,11 +75,12 @@ class Worker:
         self._device = torch.device(rank.device)
         self._model = load_model(path, dtype, rank.device, trust_remote_code)
         experts = COLUMN in (columns or ())
-        self._decoder = choose_decoder(self._model, fused=fused, experts=experts)
+        limit = most_cache_bytes(self._model, cache_bytes, max_batch) if prefix_caching else 0
+        self._decoder = choose_decoder(self._model, fused=fused, experts=experts, cache_bytes=limit)
         self._strings = StopStrings(path)
         self._weights, self._base = Weights(), Base(self._model)
         self._stored = StoredNames(self._model)
-        self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+        self._max_positions = max_positions(self._model)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
         self._queue: list[_Queued] = []
         self._running: list[_Queued] = []
@@ -285,6 +287,17 @@ def split(jobs: list[Job], lanes: int) -> list[list[Job]]:
     lanes = max(1, min(lanes, len(jobs) // LANE_ROWS))
     cuts = [len(jobs) * lane // lanes for lane in range(lanes + 1)]
     return [jobs[a:b] for a, b in pairwise(cuts)]
+
+
+def max_positions(model: Any) -> int:
+    """Return the most tokens of a sequence. 0: the model states no limit."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+
+def most_cache_bytes(model: Any, cache_bytes: int, max_batch: int) -> int:
+    """Return the most bytes of keys and values: what `facts` states for a rank."""
+    longest = max_positions(model)
+    return min(cache_bytes, max_batch * longest * cache_bytes_per_token(model)) if longest else cache_bytes
 
 
 def cache_bytes_per_token(model: Any) -> int:
