@@ -148,7 +148,7 @@ DEMONSTRATED = SlidingPuzzleConfig(shuffle=6, turns=8)
 
 
 def demonstrations(
-    count: int, seed: int = 0, careless_share: float = 0.5, config: SlidingPuzzleConfig | None = None
+    count: int, seed: int = 0, careless_share: float = 0.3, config: SlidingPuzzleConfig | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield records for supervised fine-tuning: games without rules, whose moves are whole lines.
 
