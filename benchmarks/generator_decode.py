@@ -3,6 +3,7 @@
     python benchmarks/generator_decode.py                 # a model of 0.9 M parameters, 16 prompts x 8 samples x 32
     python benchmarks/generator_decode.py --ending 0.08   # each token ends its sequence with this probability
     python benchmarks/generator_decode.py --hidden 512 --layers 8 --threads 1
+    python benchmarks/generator_decode.py --turns 8 --max-tokens 4 --prompts 8      # a conversation that goes on
 
 `generate` gives no logprobs and decodes one batch; the generator is measured with everything around it: dispatch,
 the wire's encoding, prompts, sampling, logprobs. Both take turns, so that a busy machine slows both; the ratio is of
@@ -37,6 +38,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=21)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=1, help="how often each sequence goes on after its completion")
+    parser.add_argument("--answer-tokens", type=int, default=23, help="tokens between two turns")
     parser.add_argument("--ending", type=float, default=0.0, help="share of the vocabulary that ends a sequence")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -45,7 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--decoder", choices=("auto", "plain"), default="auto")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.turns > 1 and options.ending:
+        parser.error("--turns wants completions of one length: leave out --ending")
+    return options
 
 
 def main() -> None:
@@ -85,29 +91,47 @@ def ours(generator: HfGenerator, prompts: Any, stops: list[int], options: argpar
     sampling = Sampling(options.max_tokens, stop_tokens=tuple(stops))
 
     async def together() -> int:
-        requests = [
-            Request(f"{p}.{s}", prompt, sampling, seed * 10**6 + p * 1000 + s, prefix=str(p))
-            for p, prompt in enumerate(prompts)
-            for s in range(options.samples)
-        ]
-        completions = await asyncio.gather(*map(generator.generate, requests))
-        return sum(len(completion.tokens) for completion in completions)
+        tokens = 0
+        histories = [prompt for prompt in prompts for _ in range(options.samples)]
+        for turn in range(options.turns):
+            requests = [
+                Request(
+                    f"{i}.{turn}", history, sampling, (seed * 1000 + turn) * 10**6 + i,
+                    prefix="" if turn else str(i // options.samples),
+                )
+                for i, history in enumerate(histories)
+            ]  # fmt: skip
+            completions = await asyncio.gather(*map(generator.generate, requests))
+            tokens += sum(len(completion.tokens) for completion in completions)
+            answers = answers_of(len(histories), turn, options)
+            parts = zip(histories, completions, answers, strict=True)
+            histories = [np.concatenate([history, one.tokens, answer]) for history, one, answer in parts]
+        return tokens
 
     return asyncio.run(together())
 
 
+def answers_of(rows: int, turn: int, options: argparse.Namespace) -> Any:
+    """Return what stands between two turns [rows, answer tokens]."""
+    return np.random.default_rng(turn).integers(3, 300, (rows, options.answer_tokens))
+
+
 @torch.inference_mode()
 def theirs(model: Any, prompts: Any, stops: list[int], options: argparse.Namespace, seed: int) -> int:
-    """Generate with transformers -> number of tokens up to the first stop."""
+    """Generate with transformers, each turn from its first token on -> number of tokens up to the first stop."""
     torch.manual_seed(seed)
-    ids = torch.from_numpy(prompts)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-        max_new_tokens=options.max_tokens, num_return_sequences=options.samples, eos_token_id=stops or [10**9],
-        pad_token_id=0,
-    )[:, ids.shape[1] :]  # fmt: skip
-    ended = torch.isin(out, torch.tensor(stops, dtype=torch.int64)).cumsum(1)
-    return int((torch.nn.functional.pad(ended, (1, -1)) == 0).sum())
+    ids, tokens = torch.from_numpy(prompts), 0
+    for turn in range(options.turns):
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=options.max_tokens, num_return_sequences=1 if turn else options.samples,
+            eos_token_id=stops or [10**9], pad_token_id=0,
+        )  # fmt: skip
+        out = whole[:, ids.shape[1] :]
+        ended = torch.isin(out, torch.tensor(stops, dtype=torch.int64)).cumsum(1)
+        tokens += int((torch.nn.functional.pad(ended, (1, -1)) == 0).sum())
+        ids = torch.cat([whole, torch.from_numpy(answers_of(len(whole), turn, options))], 1)
+    return tokens
 
 
 def measured(run: Callable[[int], int], seed: int) -> tuple[float, float, int]:

@@ -64,6 +64,21 @@ def test_turns_of_one_prompt_share_what_is_kept_and_others_stand_beside_them(loa
         assert decoding.gap(request, completion) < 1e-4
 
 
+def test_chunks_hold_a_limited_number_of_keys(load, requests_of, monkeypatch):
+    monkeypatch.setattr("whet_hf.fused.PREFILL_COLUMNS", 100)
+    decoding, seen = load("qwen3", cache_bytes=ROOM), []
+    requests = requests_of(8, group=1)
+    for turn in range(4):
+        requests = next_turn(requests, decoding.decode(requests), turn)
+    run = decoding.decoder.run
+    monkeypatch.setattr(decoding.decoder, "run", lambda t, p, cache: seen.append(cache) or run(t, p, cache))
+    for request, completion in zip(requests, decoding.decode(requests), strict=True):
+        assert decoding.gap(request, completion) < 1e-4
+    keys = [len(c.firsts) * (c.past + c.width) for c in seen if c.firsts is not None and len(c.firsts) > 1]
+    assert max(keys, default=0) <= 100
+    assert any(cache.past for cache in seen)
+
+
 def test_nothing_is_kept_of_old_weights(load, requests_of, monkeypatch):
     decoding = load("qwen3", cache_bytes=ROOM)
     requests = requests_of(6, group=1)

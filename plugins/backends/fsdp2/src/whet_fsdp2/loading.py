@@ -139,7 +139,6 @@ def prepare(
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)
-        _check_head(root, batch, expected)
         if wanted == "padded":
             return root, "padded"
         layout: Layout = "packed" if wanted == "packed" else "shared"
@@ -184,8 +183,13 @@ def _probe(model: Any) -> Batch:
 
 
 def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
-    """Return logprobs or values [N] of the model's own forward pass, one sequence at a time."""
+    """Return logprobs or values [N] of the model's own forward pass, one sequence at a time.
+
+    Tokens after its end give all sequences one length. They change nothing before them, and under tensor parallelism
+    PyTorch plans each operator once for each length.
+    """
     device = local(model.get_input_embeddings().weight).device
+    longest = int(batch["lengths"].max()) - 1
 
     def values(tokens: torch.Tensor) -> torch.Tensor:
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -197,10 +201,12 @@ def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
     for one in range(batch.sequences):
         part = batch.take([one])
         tokens = torch.from_numpy(part["tokens"]).to(device)
+        seen = len(tokens) - 1
+        row = torch.nn.functional.pad(tokens[:-1], (0, longest - seen))[None]
         if head == "value":
-            outputs = model(tokens[None, :-1])
+            outputs = model(row)[:seen]
         else:
-            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
+            logits = model(input_ids=row, use_cache=False).logits[0, :seen].float()
             outputs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
         found.append(np.concatenate([np.zeros(1, np.float32), outputs.cpu().numpy()]) * part["loss_mask"])
     return np.concatenate(found)
@@ -232,7 +238,10 @@ def _differ(found: Any, expected: Any) -> float:
 
 
 def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
-    """Restrict the last layer to the positions that are read, if the outputs stay the same."""
+    """Restrict the last layer to the positions that are read, if the outputs stay the same.
+
+    Raises `ConfigError` if they differ without this, too; see `_check_head`.
+    """
     root.narrowed = narrow(root.model)
     try:
         _check_head(root, batch, expected)
@@ -241,6 +250,7 @@ def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
         for one in root.narrowed:
             one.undo()
         root.narrowed = ()
+        _check_head(root, batch, expected)
 
 
 def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:

@@ -20,6 +20,8 @@ from whet_hf.prefixes import Prefixes
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_TOKENS = 8192
 """Most tokens of a chunk of prompts that is computed at once, with padding."""
+PREFILL_COLUMNS = 65536
+"""Most keys of a chunk of prompts, with what is kept of their beginnings. The prompts' scores may lie in memory."""
 PREFILL_PADDING = 256
 """Most padding tokens of a chunk; a quarter of the chunk if that is more."""
 
@@ -101,6 +103,7 @@ class FusedDecoder:
             self._buffers.pop(lane, None)
             self.prefixes.leave(self._cache_bytes - self._running() - size * self.cache_dtype.itemsize)
             self._buffers[lane] = torch.empty(size, dtype=self.cache_dtype, device=self.device)
+            self.prefixes.leave(self._cache_bytes - self._running())  # another lane may have got its own meanwhile
         return self._buffers[lane][:size].view(shape)
 
     def reserve(self, positions: int) -> None:
@@ -224,7 +227,7 @@ class FusedSession:
         order = sorted(range(len(prompts)), key=left.__getitem__)
         rows = torch.split(torch.arange(len(owner), device=owner.device), torch.bincount(owner).tolist())
         hidden, places = [], []
-        for first, last in _chunks([left[i] for i in order]):
+        for first, last in _chunks([left[i] for i in order], [len(prompts[i]) for i in order]):
             chunk = sorted(order[first:last])
             places += chunk
             chosen = [(prompts[i], rows[i], known[i][0]) for i in chunk]
@@ -265,14 +268,19 @@ class FusedSession:
         return self._decoder.run(tokens.flatten(), positions.flatten(), view).view(len(chosen), width, -1)[:, -1]
 
 
-def _chunks(lengths: list[int]) -> list[tuple[int, int]]:
-    """Return chunks (first, end) of prompts, ascending by length, that are neither too large nor too much padding."""
-    chunks, first, real = [], 0, 0
-    for i, length in enumerate(lengths):
-        padded = (i - first + 1) * length
+def _chunks(lengths: list[int], wholes: list[int]) -> list[tuple[int, int]]:
+    """Return chunks (first, end) of prompts that are neither too large nor too much padding.
+
+    lengths: tokens of each prompt that are to be computed, ascending; wholes: all its tokens.
+    """
+    chunks, first, real, longest = [], 0, 0, 0
+    for i, (length, whole) in enumerate(zip(lengths, wholes, strict=True)):
+        count, longest = i - first + 1, max(longest, whole)
+        padded = count * length
         padding = padded - real - length
-        if i > first and (padded > PREFILL_TOKENS or padding > max(PREFILL_PADDING, padded // 4)):
+        large = padded > PREFILL_TOKENS or count * longest > PREFILL_COLUMNS
+        if i > first and (large or padding > max(PREFILL_PADDING, padded // 4)):
             chunks.append((first, i))
-            first, real = i, 0
+            first, real, longest = i, 0, whole
         real += length
     return [*chunks, (first, len(lengths))]

@@ -255,9 +255,9 @@ class ChatTokenizer:
         if not whole.startswith(asked):
             raise _rewritten(asked, whole)
         if stop and self._is_plain(conversation[index]):
-            end = len(asked) + len(conversation[index].text) + len(stop)
-            if whole[len(asked) : end] == conversation[index].text + stop:
-                return len(asked), end
+            closed = len(asked) + len(conversation[index].text) + len(stop)
+            if whole[len(asked) : closed] == conversation[index].text + stop:
+                return len(asked), closed
         is_last = index + 1 == len(conversation)
         answered = whole if is_last else self.render(conversation[: index + 1])
         if answered.startswith(asked) and whole.startswith(answered):
