@@ -224,8 +224,8 @@ def test_a_shuffle_never_ends_at_the_solved_board(shuffle: int) -> None:
 
 
 def test_demonstrations_are_games_as_the_environment_plays_them() -> None:
-    records = list(demonstrations(60, seed=3))
-    assert records == list(demonstrations(60, seed=3)) != list(demonstrations(60, seed=4))
+    records = list(demonstrations(60, seed=3, careless_share=0.5))
+    assert list(demonstrations(60, seed=3)) == list(demonstrations(60, seed=3)) != list(demonstrations(60, seed=4))
     config = evolve(sliding_puzzle.DEMONSTRATED, prompt="{position}", move="line")
     environment, solved = sliding_puzzle.environment(config), 0
     for record in records:
