@@ -66,7 +66,7 @@ def main() -> None:
         context = make_context(
             Path(folder), "generator", model, InlineWorkerGroup("generator", threads=options.threads)
         )
-        generator = HfGenerator(HfConfig(decoder=options.decoder), context)
+        generator = HfGenerator(HfConfig(decoder=options.decoder, prefix_caching=options.turns > 1), context)
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         torch.set_num_threads(options.threads)
         rng = np.random.default_rng(0)

@@ -269,6 +269,16 @@ def test_turns_are_found_as_where_each_is_rendered_alone(name, load, monkeypatch
         assert found.loss_mask.tolist() == one_by_one.loss_mask.tolist()
 
 
+def test_the_last_turn_is_trained_to_its_own_end_however_earlier_turns_end(load):
+    """As Phi-3's template does: another end token follows the whole conversation."""
+    chat, _ = load("phi", PHI_END)
+    talk = (Message("user", "a?"), Message("assistant", "one"), Message("user", "b?"), Message("assistant", "two"))
+    whole, last = chat.training(talk), chat.training(talk, train_on="last")
+    assert whole.tokens.tolist() == last.tokens.tolist()
+    after = last.prompt_length
+    assert whole.loss_mask[after:].tolist() == last.loss_mask[after:].tolist()
+
+
 def test_a_conversation_of_plain_turns_is_rendered_about_once_for_each(load, monkeypatch):
     chat, _ = load("bytes", CHATML)
     talk = [message for n in range(9) for message in (Message("user", f"{n}?"), Message("assistant", f"{n}"))]
@@ -278,6 +288,10 @@ def test_a_conversation_of_plain_turns_is_rendered_about_once_for_each(load, mon
     assert len(renders) == 1 + 9 + 1
 
 
+PHI_END = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
 PLAIN_ROLES = "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content{} }}}}{}{{% endfor %}}{}"
 ASKED = "{% if add_generation_prompt %}assistant: {% endif %}"
 

@@ -15,9 +15,10 @@ class HfConfig:
     """Most sequences that one rank decodes together. Requests that arrive during a batch wait for the next one."""
     cache_gib: float = field(default=4.0, validator=above(0, GIB))
     """Memory for keys and values on each rank, in GiB. If a batch needs more, fewer sequences are decoded together."""
-    prefix_caching: bool = True
+    prefix_caching: bool = False
     """Keep keys and values of ended sequences, within `cache_gib`, for a next turn that begins with the same tokens.
-    The fused decoder does, and the model's own code does not; see `decoder`."""
+    Logprobs then depend by rounding on what was generated before, so a resumed run is not equal to the bit. The fused
+    decoder does this, and the model's own code does not; see `decoder`."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Dtype of the weights and the forward pass. `model`: the value of `model.dtype`."""
     decoder: Literal["auto", "plain"] = "auto"

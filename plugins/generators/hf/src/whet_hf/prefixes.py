@@ -4,8 +4,8 @@
     turn 2    prompt  completion  answer of the environment          only the answer is computed
 
 A conversation of several turns asks for its own tokens again and again. Kept tokens are found by blocks, each with the
-blocks before it, as in vLLM (Kwon et al. 2023, arXiv:2309.06180, section 4.4). Nothing is kept until a first prompt
-continues a completion, so a task of one turn pays for no copy.
+blocks before it, as in vLLM (Kwon et al. 2023, arXiv:2309.06180, section 4.4). Nothing is copied until a first prompt
+continues a completion.
 """
 
 import threading

@@ -254,7 +254,7 @@ class ChatTokenizer:
         asked = self.render(conversation[:index], generation_prompt=True)
         if not whole.startswith(asked):
             raise _rewritten(asked, whole)
-        if stop and self._is_plain(conversation[index]):
+        if stop and index + 1 < len(conversation) and self._is_plain(conversation[index]):
             closed = len(asked) + len(conversation[index].text) + len(stop)
             if whole[len(asked) : closed] == conversation[index].text + stop:
                 return len(asked), closed
