@@ -70,7 +70,7 @@ class PreparedData(Protocol):
 
 
 class OfflineData(Protocol):
-    """The data files of a run. They are read when they are first needed."""
+    """The data files of a run. They are read by `begin`, or when they are first needed."""
 
     def go_on(self, step: int, position: Mapping[str, int]) -> None:
         """Continue after a step, from the position that was saved with this step."""

@@ -32,7 +32,7 @@ class Inputs:
     chat: "Tokenizer"
     """The tokenizer of the policy, with its chat template."""
     data: "OfflineData | None"
-    """The data files, which are read when they are first needed; None: there are none."""
+    """The data files, which are read while models start, or when they are first needed; None: there are none."""
     training: Sequence[Route]
     """The environments of training."""
     evaluation: Sequence[Route]

@@ -123,40 +123,36 @@ def test_what_is_kept_and_what_runs_stay_within_the_limit(load, requests_of):
 
 def test_a_sequence_takes_the_place_of_the_one_that_it_continues():
     prefixes, first = Prefixes(10_000), np.arange(20)
-    made = []
-
-    def copy():
-        made.append(torch.zeros(1, 2, 1, 20, 4))
-        return made[-1]
-
-    prefixes.keep(first, 10, copy)
-    assert not made
+    cache = torch.randn(1, 2, 1, 20, 4)
+    prefixes.keep(first, 10, cache, 0)
     # It goes on after token 10: keys and values are wanted from now on.
     assert prefixes.find(np.arange(15)) == (None, 0)
-    prefixes.keep(first, 10, copy)
+    prefixes.keep(first, 10, cache, 0)
     found, length = prefixes.find(np.arange(40))
-    assert found is made[0]
+    assert torch.equal(found, cache)
     assert length == 20
     assert prefixes.find(np.arange(20))[1] == 19  # the last token is computed: its logits are wanted
     assert prefixes.find(np.append(np.arange(13), [99, 98]))[1] == 13
     assert prefixes.find(np.append(np.arange(BLOCK - 1), [99, 98])) == (None, 0)
-    prefixes.keep(np.arange(30), 25, copy)
+    prefixes.keep(np.arange(30), 25, cache, 0)
     assert len(prefixes._kept) == 1
     assert prefixes.find(np.arange(40))[1] == 30
-    assert prefixes.clear() == made[1].nbytes
+    assert prefixes.clear() == cache.nbytes
     assert not prefixes._at
+    prefixes.keep(first, 10, cache, 0)  # it began before all was forgotten
+    assert prefixes.find(np.arange(40)) == (None, 0)
 
 
 def test_the_oldest_is_dropped_first():
     one = torch.zeros(1, 2, 1, 16, 4)
     prefixes = Prefixes(2 * one.nbytes)
     sequences = [np.arange(16) + 100 * n for n in range(4)]
-    prefixes.keep(sequences[0], 4, lambda: one)
+    prefixes.keep(sequences[0], 4, one, 0)
     prefixes.find(sequences[0])
     for sequence in sequences:
-        prefixes.keep(sequence, 4, lambda: one)
+        prefixes.keep(sequence, 4, one, 0)
     assert [prefixes.find(np.append(s, 1))[1] for s in sequences] == [0, 0, 16, 16]
     prefixes.leave(one.nbytes)
     assert [prefixes.find(np.append(s, 1))[1] for s in sequences] == [0, 0, 0, 16]
-    prefixes.keep(np.arange(99), 4, lambda: torch.zeros(9, 2, 9, 99, 9))
+    prefixes.keep(np.arange(99), 4, torch.zeros(9, 2, 9, 99, 9), 0)
     assert prefixes.find(np.arange(99)) == (None, 0)

@@ -167,7 +167,7 @@ def decode(
                 endings[rows[i]] = "abort"
             ended |= aborted
         lengths[rows[alive & ended]] = step + 1
-        for i in np.flatnonzero(alive & ended) if len(versions) == 1 else ():
+        for i in np.flatnonzero(alive & ended):
             prompt = requests[rows[i]].tokens
             session.ended(int(i), np.concatenate([prompt, history[rows[i], :step]]), len(prompt))
         alive &= ~ended

@@ -5,8 +5,8 @@ joined matrices are the storage of the model's own parameters. So new weights th
 here, too, and no memory is needed twice.
 """
 
+import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_TOKENS = 8192
 """Most tokens of a chunk of prompts that is computed at once, with padding."""
 PREFILL_COLUMNS = 65536
-"""Most keys of a chunk of prompts, with what is kept of their beginnings. The prompts' scores may lie in memory."""
+"""Most keys of a chunk of prompts, with what is kept of their beginnings. Some kernels hold all their scores in memory."""
 PREFILL_PADDING = 256
 """Most padding tokens of a chunk; a quarter of the chunk if that is more."""
 
@@ -61,6 +61,7 @@ class FusedDecoder:
         self._fused = [_fuse(layer) for layer in model.model.layers]
         self._tables = torch.empty(0, 2, head_dim)
         self._buffers: dict[int, Tensor] = {}
+        self._growing = threading.Lock()
         self.refresh()
 
     @property
@@ -86,7 +87,7 @@ class FusedDecoder:
         return size
 
     def _running(self) -> int:
-        return sum(buffer.nbytes for buffer in list(self._buffers.values()))
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "FusedSession":
         """Return a session whose prompts are computed, with room for `room` tokens after each prompt.
@@ -99,12 +100,12 @@ class FusedDecoder:
     def buffer(self, lane: int, *shape: int) -> Tensor:
         """Return the lane's cache memory in a shape. It is kept between batches, because fresh pages are slow."""
         size = torch.Size(shape).numel()
-        if lane not in self._buffers or self._buffers[lane].numel() < size:
-            self._buffers.pop(lane, None)
-            self.prefixes.leave(self._cache_bytes - self._running() - size * self.cache_dtype.itemsize)
-            self._buffers[lane] = torch.empty(size, dtype=self.cache_dtype, device=self.device)
-            self.prefixes.leave(self._cache_bytes - self._running())  # another lane may have got its own meanwhile
-        return self._buffers[lane][:size].view(shape)
+        with self._growing:
+            if lane not in self._buffers or self._buffers[lane].numel() < size:
+                self._buffers.pop(lane, None)
+                self.prefixes.leave(self._cache_bytes - self._running() - size * self.cache_dtype.itemsize)
+                self._buffers[lane] = torch.empty(size, dtype=self.cache_dtype, device=self.device)
+            return self._buffers[lane][:size].view(shape)
 
     def reserve(self, positions: int) -> None:
         """Extend the rotary tables to at least this many positions."""
@@ -179,6 +180,7 @@ class FusedSession:
         self._filled = len(prompts[-1])
         columns, shape = self._filled + room, decoder.shape
         decoder.reserve(columns)
+        self._cleared = decoder.prefixes.cleared
         self._cache = decoder.buffer(lane, len(decoder.layers), 2, self._rows, shape.kv_heads, columns, shape.head_dim)
         self._views()
         self._position = lengths[owner]
@@ -199,9 +201,8 @@ class FusedSession:
 
     def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
         """Keep what was computed of a row that ends, for a prompt that begins with its tokens."""
-        first = self._filled - len(tokens)
-        copy = partial(torch.clone, self._cache[:, :, row, :, first : self._filled])
-        self._decoder.prefixes.keep(tokens, prompt, partial(copy, memory_format=torch.contiguous_format))
+        computed = self._cache[:, :, row, :, self._filled - len(tokens) : self._filled]
+        self._decoder.prefixes.keep(tokens, prompt, computed, self._cleared)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. Cheap if most rows keep their place."""

@@ -1,7 +1,7 @@
 """Keeps the keys and values of ended sequences, for prompts that begin with the same tokens.
 
-    turn 1    prompt  completion                                     computed, kept when the row ends
-    turn 2    prompt  completion  answer of the environment          only the answer is computed
+    turn 1    prompt  completion              all is computed, and kept when the row ends
+    turn 2    prompt  completion  answer      the last token of the completion and the answer are computed
 
 A conversation of several turns asks for its own tokens again and again. Kept tokens are found by blocks, each with the
 blocks before it, as in vLLM (Kwon et al. 2023, arXiv:2309.06180, section 4.4). Nothing is copied until a first prompt
@@ -10,10 +10,11 @@ continues a completion.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import torch
 from attrs import define
 from torch import Tensor
 
@@ -53,6 +54,8 @@ class Prefixes:
         self._at: dict[int, Kept] = {}
         self._size = 0
         self._continued = False
+        self.cleared = 0
+        """How often all sequences were forgotten. What was computed before does not fit what is computed after."""
 
     def find(self, prompt: IntArray) -> tuple[Tensor | None, int]:
         """Return keys and values of the longest kept beginning of a prompt, and its length in tokens.
@@ -72,25 +75,25 @@ class Prefixes:
             self._kept.move_to_end(id(found))
             return found.cache, length
 
-    def keep(self, tokens: IntArray, prompt: int, copy: Callable[[], Tensor]) -> None:
-        """Keep a sequence that has ended, in place of a sequence that it continues.
+    def keep(self, tokens: IntArray, prompt: int, cache: Tensor, cleared: int) -> None:
+        """Keep a sequence that has ended, in place of a sequence that it continues. Keys and values are copied.
 
-        `prompt`: how many of the tokens came before the completion. `copy` returns keys and values, if they are wanted.
+        prompt: how many of the tokens came before the completion; cache [layers, 2, kv_heads, length, head_dim];
+        cleared: of the time when the sequence began.
         """
-        if not self._limit or len(tokens) < BLOCK:
-            return
-        cache = copy() if self._continued else None
-        kept = Kept(tokens, prompt, cache)
         with self._lock:
-            if kept.nbytes > self._limit:
+            size = cache.nbytes if self._continued else 0
+            if cleared != self.cleared or size > self._limit or not self._limit or len(tokens) < BLOCK:
                 return
             older, length = self._longest(tokens)
             if older is not None and length == len(older.tokens):
                 self._drop(older)
+            self._shrink(size)
+            copied = cache.clone(memory_format=torch.contiguous_format) if size else None
+            kept = Kept(tokens, prompt, copied)
             self._kept[id(kept)] = kept
-            self._size += kept.nbytes
+            self._size += size
             self._at.update(dict.fromkeys(_chains(tokens), kept))
-            self._shrink()
 
     def leave(self, limit: int) -> None:
         """Keep at most so many bytes from now on."""
@@ -101,6 +104,7 @@ class Prefixes:
     def clear(self) -> int:
         """Forget all sequences, since the weights have changed or memory is wanted. Return the bytes that are freed."""
         with self._lock:
+            self.cleared += 1
             size, self._size = self._size, 0
             self._kept.clear()
             self._at.clear()
@@ -119,8 +123,9 @@ class Prefixes:
         differ = np.flatnonzero(found.tokens[:both] != tokens[:both])
         return found, int(differ[0]) if len(differ) else both
 
-    def _shrink(self) -> None:
-        while self._kept and (self._size > self._limit or len(self._kept) > MOST):
+    def _shrink(self, more: int = 0) -> None:
+        """Drop the oldest sequences, until one of `more` bytes has room."""
+        while self._kept and (self._size + more > self._limit or len(self._kept) >= MOST):
             self._drop(next(iter(self._kept.values())))
 
     def _drop(self, kept: Kept) -> None:
