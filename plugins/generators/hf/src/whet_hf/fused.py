@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_TOKENS = 8192
 """Most tokens of a chunk of prompts that is computed at once, with padding."""
 PREFILL_COLUMNS = 65536
-"""Most keys of a chunk of prompts, with what is kept of their beginnings. Some kernels hold all their scores in memory."""
+"""Most keys of a chunk of prompts, with what is kept of their beginnings. Some kernels hold a score for each."""
 PREFILL_PADDING = 256
 """Most padding tokens of a chunk; a quarter of the chunk if that is more."""
 
