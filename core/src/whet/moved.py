@@ -8,9 +8,10 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
+
+from whet.installed import entry_points
 
 MOVED = {
     "bounded": "data.bounded",
@@ -85,7 +86,7 @@ def leading_on(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _today(path: str) -> str | None:
     """Return the whole name of today for a path of before, or for a path in a room of before."""
-    elsewhere = {point.name: point.value for point in entry_points(group="whet.moved")}
+    elsewhere = {point.name: point.value for point in entry_points("whet.moved")}
     packages = {room: f"whet.{new}" for room, new in MOVED.items()} | elsewhere
     rooms = [path, *(path[:end] for end in range(len(path) - 1, 0, -1) if path[end] == ".")]
     room = next((room for room in rooms if room in packages), None)

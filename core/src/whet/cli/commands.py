@@ -13,10 +13,9 @@ the source. Without a docstring, it shows the summary of the distribution. A cli
 
 import ast
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ import click
 
 from whet.cli.command import Utf8
 from whet.errors import in_words
+from whet.installed import distributions, normal
 
 GROUP, AFTER_RUN = "whet.commands", "whet.after_run"
 
@@ -115,7 +115,7 @@ def installed(group: str = GROUP) -> Iterator[Offer]:
         try:
             if group not in (distribution.read_text("entry_points.txt") or ""):  # most: reading a name is slow
                 continue
-            name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+            name = normal(distribution.name)
             entries = [entry for entry in distribution.entry_points if entry.group == group]
         except Exception:  # its metadata cannot be read: it offers nothing
             continue
@@ -135,7 +135,7 @@ def load(offer: Offer) -> click.Command:
     from whet.plugins.registry import other_core
 
     try:
-        reason = other_core(offer.distribution)
+        reason = other_core(offer.distribution.requires or [])
         command = None if reason else offer.entry.load()
     except (Exception, SystemExit) as error:
         reason, command = in_words(error), None

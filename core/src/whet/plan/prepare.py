@@ -16,6 +16,7 @@ from whet.component import AlgorithmFacts, EnvironmentFacts, LossFacts, Package,
 from whet.data.model_info import ModelInfo, check_weights, locate, read_model
 from whet.data.spans import Span
 from whet.errors import ConfigError, DataError
+from whet.installed import normal
 from whet.plan.evaluation import evaluation_notes, keep_best_notes
 from whet.plan.layers import placed, placing
 from whet.plan.load import Loaded, load_config
@@ -26,7 +27,7 @@ from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
 from whet.plugins.features import CHAT, PROBE, READER, chats, forecasting, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
-from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
+from whet.runtime.interpreters import Interpreter, faults, find, located, probe, versions
 from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
 """Features that one installed distribution brings beside components: data files, checks of weight syncs, forecasts."""
 
 import functools
-from importlib.metadata import entry_points
 from typing import Any
 
 from attrs import frozen
 
 from whet.errors import PluginError, in_words
+from whet.installed import entry_points
 from whet.interfaces.data import DataReader
 from whet.plugins.catalog import catalog, install_words
 
@@ -26,7 +26,7 @@ class Feature:
 
     def missing(self) -> str:
         """Return why it is not there and what to install, as the end of a sentence. Empty: it is there."""
-        found = sorted(point.value for point in entry_points(group=self.group))
+        found = sorted(point.value for point in entry_points(self.group))
         if len(found) > 1:
             return f"{self.does} by {' and '.join(found)}; remove all but one of their distributions"
         return "" if found else install_words([catalog().features[self.word]])
@@ -35,7 +35,7 @@ class Feature:
         """Return what its entry point names. Raises `PluginError` with what to install."""
         if missing := self.missing():
             raise PluginError(f"{self.without}; {missing}")
-        (point,) = entry_points(group=self.group)
+        (point,) = entry_points(self.group)
         try:
             return point.load()
         except Exception as error:  # the edge: a plugin is loaded

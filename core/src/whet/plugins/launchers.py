@@ -1,12 +1,13 @@
 """The launchers that are installed, and what to install for one that is not. See `whet.interfaces.launcher`."""
 
 import functools
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from whet.component import Problem
 from whet.config.messages import choice_words
 from whet.config.sections import ClusterSection
 from whet.errors import PluginError, in_words
+from whet.installed import entry_points
 from whet.interfaces.launcher import Launching
 from whet.plugins.catalog import catalog, install_words
 
@@ -14,10 +15,9 @@ GROUP, LOCAL, FEATURE = "whet.launchers", "local", "launcher-"
 """The entry-point group, core's own launcher, and the beginning of a launcher's word in the catalog."""
 
 
-@functools.cache
 def found() -> dict[str, EntryPoint]:
-    """Return the entry points of the installed launchers, by name. They are looked up once."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    """Return the entry points of the installed launchers, by name."""
+    return {point.name: point for point in entry_points(GROUP)}
 
 
 @functools.cache

@@ -3,9 +3,10 @@ it.
 """
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,16 @@ from packaging.utils import canonicalize_name
 from whet.component import CORE_VERSION, KINDS, Component, Kind, Problem, file_module, import_file, loaded
 from whet.config.messages import a_kind, choice_words, kind_word, nearest
 from whet.errors import PluginError
+from whet.installed import GROUP, distributions
 from whet.plugins import hookspecs
 from whet.plugins.catalog import catalog, offered_words
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
 
-GROUP = "whet"
-"""The entry-point group of plugins."""
 _LAST_FRAMES = 4
+_CORE = re.compile(r"\s*whet(?![\w.-])", re.IGNORECASE)
+"""A requirement of core. To parse those of other distributions would take long."""
 
 
 @frozen
@@ -240,29 +242,28 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
         try:
             if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
                 continue  # not a plugin: to parse the metadata of all that is installed would take long
-            name = str(distribution.metadata["Name"])
+            metadata = distribution.metadata  # parsed each time that it is asked for
+            name = str(metadata["Name"])
             entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
             if not entries or canonicalize_name(name) in seen:  # Python imports the first on the path
                 continue
             seen.add(canonicalize_name(name))
-            reason = other_core(distribution)
+            reason = other_core(metadata.get_all("Requires-Dist", []))
         except Exception as error:
             broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
             continue
         if reason:
             broken.extend(Broken(entry.name, name, reason) for entry in entries)
         else:
-            found.extend((entry, Source(entry.name, name, distribution.version, entry.value)) for entry in entries)
+            version = str(metadata["Version"])
+            found.extend((entry, Source(entry.name, name, version, entry.value)) for entry in entries)
     yield from sorted(found, key=lambda pair: (pair[1].distribution, pair[1].name))
 
 
-def other_core(distribution: Distribution) -> str | None:
-    """Return for which whet a distribution is made, where that is not this one."""
-    for line in distribution.requires or []:
-        requirement = Requirement(line)
-        if canonicalize_name(requirement.name) != "whet" or (
-            requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        ):
+def other_core(requirements: Iterable[str]) -> str | None:
+    """Return for which whet a distribution with some requirements is made, where that is not this one."""
+    for requirement in (Requirement(line) for line in requirements if _CORE.match(line)):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if not requirement.specifier.contains(CORE_VERSION, prereleases=True):
             return f"it is made for whet{requirement.specifier}, and this is whet {CORE_VERSION}"

@@ -8,7 +8,6 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError, WorkerError, WorkerLost
+from whet.installed import entry_points
 from whet.interfaces.weights import TransferSpec, TransportDriver
 from whet.plugins.features import PROBE
 
@@ -125,7 +125,7 @@ def make_weight_sync(
     closers: list[Callable[[], None]], on_weight_update: "OnWeightUpdate" = "drain",
 ) -> WeightSync:  # fmt: skip
     """Return the weight sync of one attempt, whose ends are not connected yet. Files are written to `folder`."""
-    points = {point.name: point for point in entry_points(group="whet.transports")}
+    points = {point.name: point for point in entry_points("whet.transports")}
     if way.transport not in points:
         found = ", ".join(sorted(points)) or "none"
         raise PluginError(

@@ -8,19 +8,19 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
+from whet import installed
 from whet.component import CORE_VERSION, Package
 from whet.config.cluster import is_path
 from whet.errors import ConfigError
+from whet.installed import entry_points, normal
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.last_words import last_error
 
@@ -44,7 +44,6 @@ ENGINES = "whet.engines"
 """The entry-point group in which a plugin names the distributions of an engine, each with its module: `x = "x"`."""
 LIBRARIES = frozenset({"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray"})
 """Distributions whose versions matter to a run, besides whet, its plugins and their engines."""
-_NAME = re.compile(r"^Name: *(\S+)", re.MULTILINE)
 _HIDDEN = frozenset({"python", "whet", "numpy", "tokenizers", "safetensors", "ray"})
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that hold the folders of the driver's own interpreter."""
@@ -145,23 +144,15 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     """
     found = {"python": platform.python_version(), "whet": CORE_VERSION}
     wanted = LIBRARIES | engines() | {normal(name) for name in also}
-    for distribution in metadata.distributions():
-        name = normal(_name(distribution))
-        if name not in found and (name in wanted or name.startswith("whet-")):  # the first on the path is imported
-            found[name] = distribution.version
+    for name, version in installed.versions().items():
+        if name not in found and (name in wanted or name.startswith("whet-")):
+            found[name] = version
     return dict(sorted(found.items()))
-
-
-def _name(distribution: metadata.Distribution) -> str:
-    """Return the name of a distribution, or "". To parse the metadata of all that is installed would take long."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    line = _NAME.search(text)
-    return line[1] if line else ""
 
 
 def engines() -> set[str]:
     """Return the distributions of the engines that installed plugins name."""
-    return {normal(entry.name) for entry in metadata.entry_points(group=ENGINES)}
+    return {normal(entry.name) for entry in entry_points(ENGINES)}
 
 
 def faults(
@@ -222,8 +213,3 @@ def surroundings(executable: str, environment: Mapping[str, str]) -> dict[str, s
     if (folder.parent / "pyvenv.cfg").is_file():
         kept["VIRTUAL_ENV"] = str(folder.parent)
     return {**kept, "PATH": os.pathsep.join([str(folder), *filter(None, [kept.get("PATH")])])}
-
-
-def normal(name: str) -> str:
-    """Return the name of a distribution in the form that `versions` uses: lower case with dashes."""
-    return name.lower().replace("_", "-")

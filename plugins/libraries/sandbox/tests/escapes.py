@@ -61,9 +61,12 @@ print(names if names == ['sandbox'] else 'ESCAPED')""",
         ROOT,
         r"nothing private",
         """
-found = [os.path.join(at, name) for top in ('/root', '/home') for at, _, names in os.walk(top) for name in names]
-prefix = sys.base_prefix
-private = [path for path in found if not path.startswith(prefix)]
+private = []
+for top in ('/root', '/home'):
+    for at, folders, names in os.walk(top):
+        # What is installed beside Python is no secret, and takes all the processor time of the limit to list.
+        folders[:] = [name for name in folders if os.path.join(at, name) != sys.base_prefix]
+        private += [os.path.join(at, name) for name in names]
 print('ESCAPED' if private else 'nothing private', private[:3])""",
     ),
     ("the folder of the driver", ROOT, ABSENT, "print('ESCAPED', os.listdir(SECRET_FOLDER))"),

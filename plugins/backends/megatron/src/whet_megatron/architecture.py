@@ -6,7 +6,6 @@ A family of models is a row of `FAMILIES`. A package offers a further one by an 
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from itertools import product
 from typing import Any
 
@@ -14,6 +13,7 @@ from attrs import field, frozen
 
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
+from whet.installed import entry_points
 from whet_megatron.rules import DENSE, MIXTRAL, QWEN_MOE, VALUE_HEAD, Rule
 
 GROUP = "whet_megatron.families"
@@ -131,7 +131,7 @@ FAMILIES: dict[str, Family] = {
 def _offered() -> dict[str, Family]:
     """Return the families of other packages. Importing one may fail: then its name and error are raised."""
     found: dict[str, Family] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(GROUP):
         try:
             found[entry.name] = entry.load()
         except Exception as error:  # of the author's module

@@ -88,7 +88,8 @@ def _print(found: list[dict[str, Any]]) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    from whet.runtime.interpreters import LIBRARIES, engines, normal
+    from whet.installed import normal
+    from whet.runtime.interpreters import LIBRARIES, engines
 
     if "packages" not in record:
         return "not finished: make it again, or remove it"

@@ -31,7 +31,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from whet.component import CORE_VERSION
 from whet.data.files import disk_errors
 from whet.errors import WhetError
-from whet.runtime.interpreters import environments, faults, normal, probe
+from whet.installed import normal
+from whet.runtime.interpreters import environments, faults, probe
 from whet.runtime.last_words import last_words
 
 Tool = Literal["pip", "uv"]

@@ -16,13 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from whet.component import CORE_VERSION, KINDS
 from whet.data.model_info import check_weights
 from whet.errors import ConfigError, WhetError
+from whet.installed import entry_points
 from whet.plan import machine
 from whet.plan.layers import placed
 from whet.plan.memory import HOST, size, whose
@@ -102,7 +102,7 @@ def _python() -> Iterator[Check]:
 def _plugins(registry: Registry) -> Iterator[Check]:
     """List what offers components, endpoints or commands, and what cannot be used."""
     names = {f"{source.distribution} {source.version}".rstrip() for source in registry.sources}
-    commands = [entry.dist for entry in entry_points(group="whet.commands")]
+    commands = [entry.dist for entry in entry_points("whet.commands")]
     names |= {f"{found.name} {found.version}" for found in commands if found is not None}
     yield Check("plugins", "ok", ", ".join([f"whet {CORE_VERSION}", *sorted(names)]))
     for broken in registry.broken:

@@ -22,7 +22,8 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
 
 def _unfit(selection: Selection, python: str) -> list[str]:
     """Return why an environment cannot be played in its Python. Empty: it can."""
-    from whet.runtime.interpreters import faults, find, normal, probe, versions
+    from whet.installed import normal
+    from whet.runtime.interpreters import faults, find, probe, versions
     from whet.runtime.process import extra_folders
 
     target, offered = selection.component.target, selection.distribution

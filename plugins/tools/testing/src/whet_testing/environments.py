@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from whet.runtime.interpreters import normal
+from whet.installed import normal
 
 
 def make_environment(folder: Path, without: Sequence[str] = (), also: Mapping[str, str] | None = None) -> Path:

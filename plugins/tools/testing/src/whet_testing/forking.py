@@ -28,6 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from whet import installed
+
 _LONGEST_ORDER = 1 << 20
 
 
@@ -235,6 +237,8 @@ def main() -> None:
     gc.disable()  # a quarter of the time of the imports
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    installed.entry_points(installed.GROUP)  # what is found is kept, for each program
+    installed.versions()
     gc.freeze()  # pages that the collector does not write stay shared
     gc.enable()
     if (order := _serve(line)) is None:
