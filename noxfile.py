@@ -1,5 +1,6 @@
 """What can be done here: `nox -l` lists it, and `nox` does what must pass. Each session makes its own environment."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,17 +17,17 @@ PLUGINS = sorted({str(p.parent) for p in Path("plugins").glob("*/*/pyproject.tom
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
 FAIL_AT_ONCE = "--max-worker-restart=0"
 """A test process that dies fails the session. Where another takes its place, the session can wait for ever."""
-# Several test processes share the cores, and threads that wait for one spin. Hundreds of processes start, and need not
-# compile the modules again.
-COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-TESTING = {"OMP_NUM_THREADS": "1", **COMPILED}
+LATER = "--no-compile"
+"""Modules are compiled when they are first imported, and kept: most of what is installed is never imported."""
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+TESTING = {"OMP_NUM_THREADS": "1"}  # several test processes share the cores, and threads that wait for one spin
 
 
 def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRAINTS) -> None:
     """Install core and every plugin, editable, against the tested versions."""
-    session.install(*tested, "torch", "hatchling", "editables")
+    session.install(LATER, *tested, "torch", "hatchling", "editables")
     editable = [word for path in ["core[testing]", *PLUGINS] for word in ("-e", path)]
-    session.install(*tested, "--no-build-isolation", *editable, *extra)
+    session.install(LATER, *tested, "--no-build-isolation", *editable, *extra)
     session.install(
         "--no-build-isolation", "--no-deps", *(word for path in (*TRACKERS, MEGATRON) for word in ("-e", path))
     )
@@ -109,12 +110,12 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
         # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
         session.run_install("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
     else:
-        session.install(*tested, "torch")
-        session.install("--no-deps", "-r", tested[1])
+        session.install(LATER, *tested, "torch")
+        session.install(LATER, "--no-deps", "-r", tested[1])
         install(session, *extra, tested=tested)
     # What stands in for SGLang's kernels must be there when Python starts; vLLM knows none of it.
     stand_ins = {**TESTING, "PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute())}
-    return stand_ins if engine == "sglang" else {**COMPILED}
+    return stand_ins if engine == "sglang" else {}
 
 
 CELLS = "tests/test_support.py::test_algorithms_take_two_steps"
@@ -151,7 +152,7 @@ def trainer(session: nox.Session) -> str:
     if not python.exists():
         session.run("python", "-m", "venv", "--without-pip", str(outer / "trainer"))
         (packages / "outer.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
-        session.install(*CONSTRAINTS, "--no-deps", "--target", str(packages), "transformers")
+        session.install(LATER, *CONSTRAINTS, "--no-deps", "--target", str(packages), "transformers")
     return str(python)
 
 
@@ -202,7 +203,7 @@ def apart(session: nox.Session, name: str, python: str, *packages: str) -> str:
     folder = Path(session.virtualenv.location).absolute() / name
     if not (folder / "bin" / "python").exists():
         session.run(python, "-m", "venv", str(folder), external=True)
-    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *packages, external=True)
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", LATER, *packages, external=True)
     return str(folder)
 
 
