@@ -23,6 +23,8 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _FILE = "file:"
+FILE_MODULE = "whet_file_"
+"""The beginning of the module names of single-file plugins."""
 
 
 @frozen
@@ -375,7 +377,7 @@ def file_module(path: str | Path) -> str:
     """Return the module name under which a single-file plugin is loaded. The name is the same in every process."""
     file = Path(path).resolve()
     stem = "".join(letter if letter.isalnum() else "_" for letter in file.stem)
-    return f"whet_file_{stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    return f"{FILE_MODULE}{stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
 
 
 def import_file(path: str | Path) -> ModuleType:

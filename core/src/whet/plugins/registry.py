@@ -16,7 +16,7 @@ from attrs import frozen
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from whet.component import CORE_VERSION, KINDS, Component, Kind, Problem, file_module, import_file, loaded
+from whet.component import CORE_VERSION, FILE_MODULE, KINDS, Component, Kind, Problem, file_module, import_file, loaded
 from whet.config.messages import a_kind, choice_words, kind_word, nearest
 from whet.errors import PluginError
 from whet.installed import GROUP, distributions
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from whet.config.sections import Config
 
 _LAST_FRAMES = 4
+_WRAPPED = ("whet_run", "whet_worker_group")
+"""Hooks of core itself, which plugins wrap."""
 _CORE = re.compile(r"\s*whet(?![\w.-])", re.IGNORECASE)
 """A requirement of core. To parse those of other distributions would take long."""
 
@@ -171,8 +173,7 @@ class Registry:
         """Load one plugin, which the manager names `key`. A broken one is recorded."""
         try:
             plugin = load()
-            validate(plugin)
-            self.manager.register(plugin, name=key)
+            _register(self.manager, plugin, key)
         except (Exception, SystemExit) as error:  # a command that works without the plugin must not fail
             self.broken.append(_broken(source, _reason(error), error=error))
             return
@@ -272,21 +273,35 @@ def other_core(requirements: Iterable[str]) -> str | None:
 
 def validate(plugin: Any, whose: str = "its") -> None:
     """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own."""
-    probe = new_manager()
-    known = set(vars(probe.hook))
-    probe.register(plugin)
-    for name in sorted(set(vars(probe.hook)) - known):
-        if not all(implementation.optionalhook for implementation in getattr(probe.hook, name).get_hookimpls()):
-            raise PluginError(f"whet has no hook {name!r}{choice_words(name, known)}")
-    for hook in (probe.hook.whet_run, probe.hook.whet_worker_group):
-        if not all(implementation.wrapper for implementation in hook.get_hookimpls()):
+    _register(new_manager(), plugin, None, whose)
+
+
+def _register(manager: pluggy.PluginManager, plugin: Any, key: str | None, whose: str = "its") -> None:
+    """Register a plugin, or raise what `validate` raises and leave the manager as it was."""
+    before = manager.is_registered(plugin)
+    try:
+        manager.register(plugin, name=key)
+        _check_hooks(manager, plugin, whose)
+    except BaseException:
+        if not before and manager.is_registered(plugin):
+            manager.unregister(plugin)
+        raise
+
+
+def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None:
+    for hook in manager.get_hookcallers(plugin) or ():
+        own = [implementation for implementation in hook.get_hookimpls() if implementation.plugin is plugin]
+        if not hook.has_spec() and not all(implementation.optionalhook for implementation in own):
+            known = [name for name in vars(manager.hook) if getattr(manager.hook, name).has_spec()]
+            raise PluginError(f"whet has no hook {hook.name!r}{choice_words(hook.name, known)}")
+        if hook.name in _WRAPPED and not all(implementation.wrapper for implementation in own):
             raise PluginError(
                 f"{whose} {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield"
             )
-    for name in dir(plugin):
+    for name in (name for name in dir(plugin) if name.startswith("whet_")):
         value = inspect.getattr_static(plugin, name)
-        own = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)
-        if own and name.startswith("whet_") and not hasattr(value, "whet_impl"):
+        own_function = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)
+        if own_function and not hasattr(value, "whet_impl"):
             raise PluginError(f"its function {name} is not marked with @whet.hookimpl, so it would never be called")
 
 
@@ -326,7 +341,7 @@ def _located(component: Component, plugin: Any) -> Component:
     them.
     """
     name, file = getattr(plugin, "__name__", ""), getattr(plugin, "__file__", None)
-    if not file or name != file_module(file):
+    if not file or not name.startswith(FILE_MODULE) or name != file_module(file):
         return component
 
     def locate(target: str) -> str:
