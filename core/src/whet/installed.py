@@ -1,7 +1,7 @@
 """The installed distributions that declare something to whet by an entry point.
 
-Hundreds of distributions may be installed. Each folder of the import path is read once, and again only if it has changed
-since, so that not every question about plugins, commands and launchers reads them anew.
+Hundreds of distributions may be installed. Each folder of the import path is read once, and again only if it has
+changed since, so that not every question about plugins, commands and launchers reads them anew.
 """
 
 import functools
