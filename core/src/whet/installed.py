@@ -31,7 +31,7 @@ def entry_points(group: str) -> list[EntryPoint]:
     """
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for folder in _folders():
-        found = {**_entries(*folder), **found}
+        found |= {name: entries for name, entries in _entries(*folder).items() if name not in found}
     return [entry for entries in found.values() for entry in entries if entry.group == group]
 
 
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for folder in _folders():
-        found = {**_versions(*folder), **found}
+        found |= {name: version for name, version in _versions(*folder).items() if name not in found}
     return found
 
 
@@ -79,7 +79,7 @@ def _entries(folder: str, changed: int) -> dict[str, tuple[EntryPoint, ...]]:
     for distribution in _declaring(folder, changed):
         try:
             found.setdefault(normal(distribution.name), tuple(distribution.entry_points))
-        except Exception:  # `whet plugins` lists it as broken
+        except Exception:  # the registry records it as broken
             continue
     return found
 

@@ -20,7 +20,7 @@ def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any, insta
     )
     *said, others, ours = command(code=code).stdout.splitlines()
     assert others == "click whet"
-    assert ours == "whet.errors"
+    assert ours == "whet.errors whet.installed"
     for name in ("run", "check", "config", "doctor", "eval", "export", "plugins", "schema", "recipe"):
         assert any(line.startswith(f"  {name} ") for line in said)
     assert ["shine", "Make", "it", "shine."] in [line.split() for line in said]
