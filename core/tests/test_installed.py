@@ -74,5 +74,12 @@ def test_unreadable_entry_points_harm_no_others_and_their_distribution_can_be_na
     assert {found.name for found in installed.distributions()} == {"whet-bytes", "whet-words", "whet-good"}
 
 
+def test_metadata_that_cannot_be_read_hides_no_other_version(put: Any, tmp_path: Path) -> None:
+    put("first", "whet-bytes")
+    put("first", "whet-good", version="2.0")
+    (tmp_path / "first" / "whet_bytes-1.0.dist-info" / "METADATA").write_bytes(b"Name: \xff\n")
+    assert installed.versions() == {"whet-good": "2.0"}
+
+
 def test_names_are_compared_as_the_index_does() -> None:
     assert installed.normal("Whet__Env.Tools") == "whet-env-tools"

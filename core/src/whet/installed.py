@@ -89,7 +89,10 @@ def _versions(folder: str, _changed: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in metadata.distributions(path=[folder]):
         # Two lines are looked up. To parse the metadata of all that is installed would take long.
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        try:
+            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        except Exception:  # what cannot be read has no version
+            continue
         name, version = _NAME.search(text), _VERSION.search(text)
         found.setdefault(normal(name[1]) if name else "", version[1] if version else "")
     return found

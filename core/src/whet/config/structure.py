@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, Union, cast
 
 import attrs
-from attrs import evolve, frozen
+from attrs import frozen
 from attrs.validators import deep_iterable, deep_mapping, ge, optional
 
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
@@ -108,7 +108,7 @@ class _At:
     metadata: Mapping[str, Any] = attrs.Factory(dict)
 
     def under(self, key: object) -> "_At":
-        return evolve(self, path=f"{self.path}.{path_segment(key)}".removeprefix("."))
+        return _At(f"{self.path}.{path_segment(key)}".removeprefix("."), self.metadata)
 
 
 class _Structurer:

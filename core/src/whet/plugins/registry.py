@@ -249,7 +249,7 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
             if not entries or canonicalize_name(name) in seen:  # Python imports the first on the path
                 continue
             seen.add(canonicalize_name(name))
-            reason = other_core(metadata.get_all("Requires-Dist", []))
+            reason = other_core(metadata.get_all("Requires-Dist") or distribution.requires or [])
         except Exception as error:
             broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
             continue
