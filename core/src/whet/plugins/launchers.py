@@ -15,8 +15,9 @@ GROUP, LOCAL, FEATURE = "whet.launchers", "local", "launcher-"
 """The entry-point group, core's own launcher, and the beginning of a launcher's word in the catalog."""
 
 
+@functools.cache
 def found() -> dict[str, EntryPoint]:
-    """Return the entry points of the installed launchers, by name."""
+    """Return the entry points of the installed launchers, by name. They are looked up once."""
     return {point.name: point for point in entry_points(GROUP)}
 
 
