@@ -16,7 +16,7 @@ class Members:
     """The members of a batch. A member counts once in a comparison, however many sequences it has.
 
     A member is usually an episode. If an episode has several agents, each of its agents is a member. If the sequences
-    of an agent have rewards of their own, each sequence is a member.
+    of an agent have rewards of their own, each of its conversations is a member.
     """
 
     first: NDArray[Any]
