@@ -172,6 +172,19 @@ def test_metadata_that_cannot_be_read_harms_no_other_plugin(install: Any) -> Non
     assert registry.find("loggers", "this")
 
 
+def test_a_plugin_with_a_hook_that_is_not_known_is_called_by_no_other_hook(install: Any) -> None:
+    step = "@hookimpl\ndef whet_step_finished(step, metrics):\n    raise RuntimeError('called')\n"
+    install(
+        "whet-odd",
+        {"odd_hooks": f"from whet import hookimpl\n{step}@hookimpl\ndef whet_step_finishes(step):\n    pass"},
+    )
+    install("whet-good", {"good_hooks": logger("good")})
+    registry = load_plugins()
+    assert "whet has no hook 'whet_step_finishes' (did you mean 'whet_step_finished'?)" in only_broken(registry).reason
+    assert registry.manager.hook.whet_step_finished(step=1, metrics={}) == []
+    assert [source.name for source in registry.sources] == ["good_hooks"]
+
+
 def test_a_config_check_that_fails_is_recorded_and_the_others_are_asked(install: Any) -> None:
     check = "from whet import hookimpl\nfrom whet.component import Problem\n@hookimpl\ndef whet_check_config(config):\n"
     install("whet-bad", {"bad_hooks": f"{check}    return config.nothing"})

@@ -14,12 +14,11 @@ import attrs
 import pluggy
 from attrs import frozen
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from whet.component import CORE_VERSION, FILE_MODULE, KINDS, Component, Kind, Problem, file_module, import_file, loaded
 from whet.config.messages import a_kind, choice_words, kind_word, nearest
 from whet.errors import PluginError
-from whet.installed import GROUP, distributions
+from whet.installed import GROUP, distributions, normal
 from whet.plugins import hookspecs
 from whet.plugins.catalog import catalog, offered_words
 
@@ -111,8 +110,8 @@ class Registry:
         broken plugin that might offer it.
         """
         owner, _, short = name.rpartition("/")
-        alike, wanted = self._offers[kind].get(short, []), canonicalize_name(name)
-        offers = [offer for offer in alike if not owner or canonicalize_name(offer.use) == wanted]
+        alike, wanted = self._offers[kind].get(short, []), normal(name)
+        offers = [offer for offer in alike if not owner or normal(offer.use) == wanted]
         if len(offers) == 1:
             return offers[0]
         if offers:
@@ -246,9 +245,9 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
             metadata = distribution.metadata  # parsed each time that it is asked for
             name = str(metadata["Name"])
             entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
-            if not entries or canonicalize_name(name) in seen:  # Python imports the first on the path
+            if not entries or normal(name) in seen:  # Python imports the first on the path
                 continue
-            seen.add(canonicalize_name(name))
+            seen.add(normal(name))
             reason = other_core(metadata.get_all("Requires-Dist") or distribution.requires or [])
         except Exception as error:
             broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
