@@ -52,6 +52,7 @@ algorithms that learn from rollouts with each generator. A cell has one of these
 The tests run on CPUs, with small random models, and skip where what they need is not installed. In each run with a
 generator, the probe compares its logprobs with the backend's after the first two weight syncs. vLLM and SGLang want an
 older transformers than `copies 2` and `expert 2` of `fsdp2`, whose backends have a Python of their own beside them.
+With `expert 2`, LoRA adapts the experts, too.
 Losses, advantages and filters are in [Combinations](combinations.md)."""
 
 
@@ -151,7 +152,7 @@ def sections(cell: Cell, registry: Registry) -> dict[str, Any]:
     layout = cell.layout
     head = {"head": "value"} if cell.algorithm == "rm" else {"reference": True}
     own = {"use": layout.backend, "parallel": dict(layout.sizes)}
-    backend = {**own, **head, **({"lora": dict(LORA)} if cell.lora else {})}
+    backend = {**own, **head, **({"lora": {**LORA, "experts": layout.experts}} if cell.lora else {})}
     roles = asked_roles(facts_of(Combination(cell.algorithm), registry), own)
     group, generator = ["backend", *roles], {"use": cell.generator} if cell.generator else None
     if cell.generator in ENGINES:

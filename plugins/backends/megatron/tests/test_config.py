@@ -183,11 +183,13 @@ def test_settings_that_exclude_each_other_are_refused():
         structure({"parallel": {"tensr": 2}}, MegatronConfig, None)
 
 
-def test_adapters_of_experts_and_targets_that_match_nothing_are_refused():
+def test_adapters_of_experts_that_a_model_lacks_and_targets_that_match_nothing_are_refused():
     def asked(of=None, **lora):
         return found({}, 1, of, lora=LoraConfig(**lora))
 
-    assert "none to experts: leave it out, or use: fsdp2" in asked(experts=True)["lora.experts"]
+    lacks = "is true, and Qwen3ForCausalLM has no experts that can get adapters; leave it out"
+    assert asked(experts=True) == {"lora.experts": lacks}
+    assert facts(MegatronConfig(lora=LoraConfig(experts=True)), model()).memory is None
     assert (
         "'query' matches no linear layer but the head of Qwen3ForCausalLM" in asked(targets=("query",))["lora.targets"]
     )
@@ -209,6 +211,24 @@ def test_an_adapter_has_its_facts_and_takes_the_memory_of_the_rest_away():
     }
     staged = {term.what: term.bytes for term in facts(evolve(config, parallel=sizes), model()).memory(2, True)}
     assert staged["gradients of the adapter in float32"] == 2 * ADAPTER
+
+
+def test_adapters_of_experts_have_their_facts_and_are_counted_where_they_are_held():
+    of, lora = ModelInfo("model", MIXED), LoraConfig(rank=4, experts=True)
+
+    def counted(sizes, ranks):
+        made = facts(MegatronConfig(lora=lora, parallel=ParallelConfig(**sizes)), of)
+        assert made.adapter == AdapterInfo(4, 16.0, kinds=("linear", "experts"))
+        terms = {term.what: term.bytes for term in made.memory(ranks, True)}
+        return terms["gradients of the adapter in float32"] // 4
+
+    attention, one = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64)), (128 + 2 * 48) + (48 + 128)
+    assert counted({}, 1) == attention + 4 * 4 * 8 * one
+    assert counted({"expert": 2}, 2) == attention + 4 * 4 * 4 * one
+    assert counted({"pipeline": 2}, 2) == (attention + 4 * 4 * 8 * one) // 2
+    split = 4 * 4 * (2 * (128 + 64) + 2 * (128 + 32))  # one half of each adapter of attention, and all of the other
+    halves = 4 * 4 * 8 * ((128 + 48) + (24 + 128))
+    assert counted({"tensor": 2, "sequence": True, "expert_tensor": 2}, 2) == split + halves
 
 
 ADAPTER = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))

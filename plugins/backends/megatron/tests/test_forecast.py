@@ -101,9 +101,12 @@ def lived(one, folder, monkeypatch):
         case(lora={"rank": 16}),
         case(QWEN3, dtype="bfloat16", lora={"rank": 64, "targets": ["q_proj", "v_proj"]}),
         case(MIXED, lora={"rank": 8}),
+        case(MIXED, lora={"rank": 16, "experts": True}),
+        case(MIXED, dtype="bfloat16", grouped_experts=True, lora={"rank": 32, "experts": True}),
     ],
     ids=["llama", "tied in bfloat16", "checkpointing", "selective, chunks", "experts", "large head", "value",
-         "adapters", "few adapters in bfloat16", "adapters beside experts"],
+         "adapters", "few adapters in bfloat16", "adapters beside experts",
+         "adapters of experts", "adapters of grouped experts in bfloat16"],
 )  # fmt: skip
 def test_formulas_count_the_tensors_that_live_in_a_step(one, tmp_path, monkeypatch):
     found, settings = lived(one, tmp_path, monkeypatch), {**one.settings, "layers": "test"}
@@ -228,6 +231,24 @@ def test_tensor_parallel_ranks_and_stages_share_an_adapter():
     assert copies(first) == alone // 2
     assert copies(attrs.evolve(first, stage=1)) == 0
     assert peaks(case(**lora))[0] < 0.8 * peaks(case())[0]
+
+
+def test_expert_parallel_ranks_and_stages_share_the_adapters_of_experts():
+    lora, of = {"lora": {"rank": 16, "experts": True}}, ModelInfo("", MIXED)
+    dense, alone = stage_of(case(MIXED, **lora)).trained
+    assert dense + alone == adapter_parameters(LoraConfig(rank=16, experts=True), of)
+    assert dense == adapter_parameters(LoraConfig(rank=16), of)
+    assert stage_of(case(MIXED, 2, parallel={"expert": 2}, **lora)).trained == (dense, alone // 2)
+    assert stage_of(case(MIXED, 2, parallel={"pipeline": 2}, **lora)).trained == (dense // 2, alone // 2)
+    split = {"tensor": 2, "sequence": True, "expert_tensor": 2}
+    _, halves = stage_of(case(MIXED, 2, parallel=split, **lora)).trained
+    assert halves == 16 * 4 * 8 * (192 + 2 * 160 // 2 + 160 // 2 + 192)
+    own, found = dense + alone, []
+    for ranks, sizes in ((1, {}), (2, {}), (2, {"expert": 2})):
+        one = case(MIXED, ranks, parallel=sizes, **lora)
+        found.append(peaks(one, "idle")[0] - 4 * sum(stage_of(one).held))
+    # Weights and gradients, and moments, which ranks with the same adapters share out.
+    assert found == [16 * own, 12 * own, 8 * (dense + alone // 2) + 8 * (dense // 2 + alone // 2)]
 
 
 def test_the_plan_has_a_forecast_of_models_that_megatron_computes():

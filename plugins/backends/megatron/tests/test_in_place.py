@@ -136,8 +136,11 @@ def test_after_each_step_the_sampler_s_logprobs_are_the_trainer_s(
         pair.close()
 
 
-def test_an_adapter_is_used_as_it_is_and_a_trial_until_the_next_weight_sync(folders: Any, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, folders("qwen3"), {}, lora=LoraConfig(rank=2))
+@pytest.mark.parametrize(("name", "experts"), [("qwen3", False), ("qwen3_moe", True)])
+def test_an_adapter_is_used_as_it_is_and_a_trial_until_the_next_weight_sync(
+    folders: Any, tmp_path: Path, name: str, experts: bool
+) -> None:
+    pair = Pair(tmp_path, folders(name), {}, lora=LoraConfig(rank=2, experts=experts))
     try:
         pair.sync(0, "trial")
         trial = pair.ask()

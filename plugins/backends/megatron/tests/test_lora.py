@@ -43,8 +43,9 @@ def wrapped(folder, **config):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
+    lists = {key: list(value) for key, value in config.items() if isinstance(value, tuple)}
     settings = {"r": 4, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False, **config}
-    return peft.get_peft_model(model, peft.LoraConfig(**settings))
+    return peft.get_peft_model(model, peft.LoraConfig(**{**settings, **lists}))
 
 
 def logprobs(model, batch):
@@ -90,20 +91,53 @@ def reference(folders, make_batch, tmp_path_factory):
     return of
 
 
+def follows_peft(build, steps, after, make_batch, folder, made):
+    """Assert that three steps, and the adapter then, are those of PEFT. `made`: the arguments of the backend."""
+    backend = build(*made[:3], **made[3], **FEW)
+    found = steps_of(backend, [make_batch(seed) for seed in SEEDS])
+    np.testing.assert_allclose(found, steps, rtol=1e-4)
+    backend.save(folder).result()
+    ours = load_file(folder / "adapter_model.safetensors")
+    assert set(ours) == set(after)
+    for one, tensor in after.items():
+        torch.testing.assert_close(ours[one], tensor, atol=1e-4, rtol=0, msg=lambda m, n=one: f"{n}: {m}")
+
+
 @pytest.mark.parametrize(
     ("layout", "name"), [*((layout, "qwen3") for layout in LAYOUTS), ("tensor 2", "llama"), ("context 2", "qwen2")]
 )
 def test_three_steps_and_the_adapter_then_are_those_of_peft(build, reference, make_batch, tmp_path, layout, name):
     start, steps, after = reference(name)
-    ranks, sizes = LAYOUTS[layout]
-    backend = build(name, ranks, sizes, lora=LoraConfig(rank=4, alpha=6.0, adapter=str(start)), **FEW)
-    found = steps_of(backend, [make_batch(seed) for seed in SEEDS])
-    np.testing.assert_allclose(found, steps, rtol=1e-4)
-    backend.save(tmp_path / "saved").result()
-    ours = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    assert set(ours) == set(after)
-    for one, tensor in after.items():
-        torch.testing.assert_close(ours[one], tensor, atol=1e-4, rtol=0, msg=lambda m, n=one: f"{n}: {m}")
+    options = {"lora": LoraConfig(rank=4, alpha=6.0, adapter=str(start))}
+    follows_peft(build, steps, after, make_batch, tmp_path / "saved", (name, *LAYOUTS[layout], options))
+
+
+EXPERTS = {
+    "one rank, grouped": ("mixtral", 1, {}, True),
+    "data 2": ("qwen3_moe", 2, {}, False),
+    "tensor 2": ("qwen3_moe", 2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, False),
+    "tensor 2, grouped": ("mixtral", 2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, True),
+    "expert 2": ("mixtral", 2, {"expert": 2}, False),
+    "expert 2, grouped": ("qwen3_moe", 2, {"expert": 2}, True),
+    "pipeline 2": ("mixtral", 2, {"pipeline": 2}, False),
+    "context 2, grouped": ("qwen3_moe", 2, {"context": 2}, True),
+    "tensor 2 x expert 2": ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+    "tensor 2 x expert 2, grouped": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, True),
+    "pipeline 2 x expert 2, grouped": ("qwen3_moe", 4, {"pipeline": 2, "expert": 2}, True),
+}
+"""Model, ranks, sizes of axes, and whether experts are grouped."""
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_three_steps_and_the_adapter_of_experts_then_are_those_of_peft(build, reference, make_batch, tmp_path, layout):
+    name, ranks, sizes, grouped = EXPERTS[layout]
+    start, steps, after = reference(
+        name, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+        target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    )  # fmt: skip
+    lora = LoraConfig(rank=4, alpha=6.0, experts=True, adapter=str(start))
+    options = {"lora": lora, "grouped_experts": grouped}
+    follows_peft(build, steps, after, make_batch, tmp_path / "saved", (name, ranks, sizes, options))
 
 
 SPLITS = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2})]
@@ -238,6 +272,30 @@ CASES = {
     "padded": ("qwen2", (2, {"context": 2}), {"layout": "padded"}),
     "no distributed optimizer": ("llama", (2, {}), {"optimizer": evolve(OPTIMIZER, distributed=False)}),
     "overlap": ("llama", (2, {}), {"optimizer": evolve(OPTIMIZER, overlap=True)}),
+    "experts, recomputed": (
+        "qwen3_moe",
+        (2, {"tensor": 2, "sequence": True, "expert_tensor": 2}),
+        {"lora": evolve(LORA, experts=True), "gradient_checkpointing": True},
+    ),
+    "experts, no distributed optimizer": (
+        "mixtral",
+        (2, {"tensor": 2, "sequence": True, "expert_tensor": 2}),
+        {
+            "lora": evolve(LORA, experts=True),
+            "optimizer": evolve(OPTIMIZER, distributed=False),
+            "grouped_experts": True,
+        },
+    ),
+    "experts, virtual stages": (
+        "qwen3_moe",
+        (2, {"pipeline": 2, "virtual": 2}),
+        {"lora": evolve(LORA, experts=True)},
+    ),
+    "experts, overlap": (
+        "qwen3_moe",
+        (2, {"expert": 2}),
+        {"lora": evolve(LORA, experts=True), "optimizer": evolve(OPTIMIZER, overlap=True)},
+    ),
     "attention of a mixture": ("qwen3_moe", (2, {"tensor": 2, "sequence": True, "expert": 2}), {}),
 }
 

@@ -93,7 +93,7 @@ def _adapter(model: HeldModel) -> dict[str, Any] | None:
     if model.adapters is None:
         return None
     info = model.adapters.info
-    return {"rank": info.rank, "alpha": info.alpha, "rslora": info.rslora, "layers": len(model.adapters.targets)}
+    return {"rank": info.rank, "alpha": info.alpha, "rslora": info.rslora, "layers": len(model.adapters.weights)}
 
 
 def _key(number: int) -> str:

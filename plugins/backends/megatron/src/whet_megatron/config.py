@@ -17,7 +17,7 @@ from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
 from whet_megatron.fp8 import Fp8Config
 from whet_megatron.lent import TRANSPORT
-from whet_megatron.lora_targets import adapted, linears
+from whet_megatron.lora_targets import adapted, has_experts, linears, no_experts
 from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
@@ -199,11 +199,11 @@ def _of_lora(lora: LoraConfig | None, model: ModelInfo) -> Iterator[Problem]:
     """Yield what the model does not allow of adapters."""
     if lora is None:
         return
-    if lora.experts:
-        words = "is true; this backend adds adapters to the layers that every token passes, and none to experts"
-        yield Problem("lora.experts", f"{words}: leave it out, or use: fsdp2")
     found = family(model)
-    names = linears(found.rules, read(model)) if found is not None else []
+    rules = found.rules if found is not None else ()
+    if lora.experts and not has_experts(rules):
+        yield Problem("lora.experts", no_experts(model.architecture))
+    names = linears(rules, read(model)) if rules else []
     valid = [target for target in lora.targets if not any(pattern_problems(target, ""))]
     for _, words in unmatched(valid, names, model.architecture):
         yield Problem("lora.targets", words)

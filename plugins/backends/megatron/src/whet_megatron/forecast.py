@@ -11,7 +11,8 @@ Transformer Engine, whose kernels no CPU has):
     experts         b k (H + 4 I), k experts a token      b k (H + 6 I)
 
     with adapters   the weights are frozen: a layer keeps its input for its adapters alone, a norm what it turns, and
-                    where an adapter follows, the norm is computed for it once more
+                    where an adapter follows, the norm is computed for it once more; experts keep their inputs only if
+                    they have adapters
 
     selective       without the mask and the sums of attention
     checkpointing   b H
@@ -99,6 +100,16 @@ class Stage:
         return tuple(adapted(lora, self.case.model, self.of, self.case.stage)) if lora else ()
 
     @property
+    def linears(self) -> tuple[Adapted, ...]:
+        """Return the linear layers with adapters."""
+        return tuple(one for one in self.adapted if not one.experts)
+
+    @property
+    def stacks(self) -> tuple[Adapted, ...]:
+        """Return the layers of experts with adapters."""
+        return tuple(one for one in self.adapted if one.experts)
+
+    @property
     def full(self) -> bool:
         """Return whether all weights are trained."""
         return self.case.trained and self.config.lora is None
@@ -111,7 +122,8 @@ class Stage:
         if not self.case.trained:
             return 0, 0
         if self.config.lora is not None:
-            return sum(one.parameters for one in self.adapted) + self.value * self.last * self.model.hidden, 0
+            dense = sum(one.parameters for one in self.linears) + self.value * self.last * self.model.hidden
+            return dense, sum(one.parameters for one in self.stacks)
         return self.held
 
     @property
@@ -249,8 +261,7 @@ def _layer(stage: Stage) -> int:
     if stage.of.context > 1:  # keys and values of all ranks
         per_token += 2 * number * key * stage.of.context / tensor
     per_token += _feed_forward(stage)
-    if stage.adapted:
-        per_token += number * stage.rank * sum(one.count for one in stage.adapted) / stage.layers
+    per_token += number * stage.rank * sum(one.count for one in stage.linears) / stage.layers
     return round(per_token * stage.tokens) + _attention_sums(stage) + _adapters(stage)
 
 
@@ -259,7 +270,7 @@ def _norms(stage: Stage) -> float:
     number = stage.number
     if stage.full or not stage.case.trained:
         return 2 * ((8 + number) if stage.plain else 2 * number)
-    again = sum(one.rule.cut != "columns" for one in stage.adapted) / stage.layers
+    again = sum(one.rule.cut != "columns" for one in stage.linears) / stage.layers
     if stage.plain:
         return 2 * 4 + again * (number + 4 * stage.low)
     return (2 + again) * number
@@ -267,10 +278,10 @@ def _norms(stage: Stage) -> float:
 
 def _adapters(stage: Stage) -> int:
     """Return the bytes of the matrices that the adapters of one layer multiply with."""
-    if stage.config.lora is None or not stage.adapted:
-        return 0
-    numbers = sum(one.count * (one.inputs + one.outputs) for one in stage.adapted)
-    return round(stage.number * stage.config.lora.rank * numbers / stage.layers)
+    numbers = sum(one.count * (one.inputs + one.outputs) for one in stage.linears)
+    # Of experts, A is in its own dtype where the model computes in float32, and is not copied.
+    numbers += sum(one.experts * (one.inputs * stage.low + one.outputs) for one in stage.stacks)
+    return round(stage.number * stage.rank * numbers / stage.layers)
 
 
 def _feed_forward(stage: Stage) -> float:
@@ -279,13 +290,14 @@ def _feed_forward(stage: Stage) -> float:
     fused: float = 0 if stage.plain else 2
     if not model.experts:
         if stage.config.lora is not None:  # the input of the last matrix is kept for its adapter alone
-            fused += 1 - sum(one.rule.name.endswith("linear_fc2.weight") for one in stage.adapted) / stage.layers
+            fused += 1 - sum(one.rule.name.endswith("linear_fc2.weight") for one in stage.linears) / stage.layers
         return number * (5 - fused) * model.mlp / stage.of.tensor
     # Tokens of all tensor parallel ranks meet at the experts of one of them, each as often as it has experts there.
     copies = model.experts_per_token / stage.of.tensor if stage.outer > 1 else model.experts_per_token
     kept = (5 - fused) * model.expert_mlp  # without what the gradients of weights need
-    if stage.full or not stage.case.trained:
+    if stage.full or stage.stacks or not stage.case.trained:
         kept += model.hidden + model.expert_mlp
+    kept += stage.rank * len(stage.stacks) / stage.layers
     return number * copies * kept + 5 * model.experts
 
 
@@ -356,7 +368,8 @@ def _stepping(stage: Stage, state: int) -> int:
     width = model.expert_mlp if model.experts else model.mlp // stage.of.tensor
     largest = max(2 * width, stage.rows if stage.case.stage in ends else 0) * model.hidden
     if not stage.full:
-        largest = stage.rank * max((max(one.inputs, one.outputs) for one in stage.adapted), default=0)
+        sides = (max(one.inputs, one.outputs) * max(1, one.experts) for one in stage.adapted)
+        largest = stage.rank * max(sides, default=0)
     return 8 * min(largest, state)
 
 

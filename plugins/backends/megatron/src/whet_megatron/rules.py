@@ -31,6 +31,8 @@ class Rule:
     stored: tuple[str, ...]
     """The names of the stored weights that it is made of."""
     cut: Cut = "whole"
+    stacked: str = ""
+    """The name in `transformers` of the tensor that stacks it for all experts of a layer. Empty: it is of no expert."""
     pattern: re.Pattern[str] = field(init=False, repr=False)
 
     @pattern.default
@@ -76,12 +78,12 @@ MLP = (
 
 def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Return the rules of layers with experts, from stored names within a layer."""
-    inner = f"{_LAYER}mlp.experts.local_experts.{{expert}}."
+    inner, stacked = f"{_LAYER}mlp.experts.local_experts.{{expert}}.", f"{_STORED}mlp.experts."
     return (
         Rule(f"{_LAYER}pre_mlp_layernorm.weight", (f"{_STORED}post_attention_layernorm.weight",)),
         Rule(f"{_LAYER}mlp.router.weight", (f"{_STORED}{router}",)),
-        Rule(f"{inner}linear_fc1.weight", (f"{_STORED}{gate}", f"{_STORED}{up}"), "gated"),
-        Rule(f"{inner}linear_fc2.weight", (f"{_STORED}{down}",), "columns"),
+        Rule(f"{inner}linear_fc1.weight", (f"{_STORED}{gate}", f"{_STORED}{up}"), "gated", f"{stacked}gate_up_proj"),
+        Rule(f"{inner}linear_fc2.weight", (f"{_STORED}{down}",), "columns", f"{stacked}down_proj"),
     )
 
 

@@ -56,7 +56,7 @@ class ModelWeights:
         if mark:
             number, _, rest = tail.partition(".")
             held = self.architecture.experts // self._ranks.sizes.expert
-            name = f"{head}{mark}{int(number) + _expert_rank() * held}.{rest}"
+            name = f"{head}{mark}{int(number) + self.expert_place.rank * held}.{rest}"
         rule, stored = _rule(rules, name)
         if self.architecture.tied and rule.stored == ("lm_head.weight",):
             rule = evolve(rule, stored=("model.embed_tokens.weight",))
@@ -74,9 +74,7 @@ class ModelWeights:
 
     def place(self, one: Ruled) -> Place:
         """Return this rank's place among those that share a parameter."""
-        if one.expert:
-            return Place(*_expert_tensor_place())
-        return self.tensor_place
+        return self.expert_tensor_place if one.expert else self.tensor_place
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +85,20 @@ class ModelWeights:
     def tensor_place(self) -> Place:
         """Return this rank's place among those that share the matrices outside of experts."""
         return Place(self._ranks.coordinates.tensor, self._ranks.sizes.tensor)
+
+    @property
+    def expert_place(self) -> Place:
+        """Return this rank's place among those that have different experts."""
+        from megatron.core import parallel_state
+
+        return _place(parallel_state.get_expert_model_parallel_group())
+
+    @property
+    def expert_tensor_place(self) -> Place:
+        """Return this rank's place among those that share the matrices of an expert."""
+        from megatron.core import parallel_state
+
+        return _place(parallel_state.get_expert_tensor_parallel_group())
 
     @torch.no_grad()
     def load(self, folder: str, new_head: Tensor | None = None) -> None:
@@ -186,17 +198,9 @@ def _whole_name(stage: Any, name: str) -> str:
     return f"{head}{mark}{stage.decoder.layers[int(number)].layer_number - 1}.{rest}"
 
 
-def _expert_rank() -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_expert_model_parallel_rank())
-
-
-def _expert_tensor_place() -> tuple[int, int]:
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_expert_tensor_parallel_group()
-    return group.rank(), group.size()
+def _place(group: Any) -> Place:
+    """Return this rank's place in a group."""
+    return Place(group.rank(), group.size())
 
 
 def _gathered(tensor: Tensor, source: int, group: Any) -> list[Tensor]:
