@@ -6,7 +6,7 @@
 
     sft     steps on full rows, and a plain loop of transformers and torch beside them
     grpo    an update: scores of the sampled tokens, then a clipped step; each prompt has 8 completions
-    lora    an adapter is trained, sent to the generator `hf` in this process, and sampled with; the two take turns
+    lora    an adapter is trained, sent to the generator `hf` in this process, and sampled with, on one base
 
 Tokens a second count all tokens of the batch, prompts of every completion included. MFU is 6 x parameters that a token
 sees + 6 x layers x attention width x length for each token, over the peak of the GPU: recomputation does not count.
@@ -36,7 +36,7 @@ from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import read_model
 from whet.data.records import Request, Sampling
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import WorkerRank
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
@@ -138,7 +138,7 @@ def measure(name: str, kind: str, device: str, steps: int = 2) -> dict[str, floa
 def fitted(shape: Shape, device: str) -> Shape:
     """Return the shape of `lora` with as many layers as there is room for.
 
-    Trainer and generator hold a base each. One of them is on the GPU at a time, both are in the host's memory at times.
+    Trainer and generator compute with one base. On a GPU it is made there.
     """
     import transformers
 
@@ -146,10 +146,8 @@ def fitted(shape: Shape, device: str) -> Shape:
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape.config))
-    room = 0.8 * available_memory()
-    if device != "cpu":
-        room = min(room, 2 * 0.75 * torch.cuda.mem_get_info(device)[0])
-    layers, needed = shape.config["num_hidden_layers"], 4 * sum(p.numel() for p in model.parameters())
+    room = 0.8 * available_memory() if device == "cpu" else 0.75 * torch.cuda.mem_get_info(device)[0]
+    layers, needed = shape.config["num_hidden_layers"], 2 * sum(p.numel() for p in model.parameters())
     fewer = layers if needed < room else max(1, int(layers * room / needed))
     return attrs.evolve(shape, config={**shape.config, "num_hidden_layers": fewer})
 
@@ -274,7 +272,7 @@ def plain(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float
 
 
 def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]:
-    """Train an adapter and sample with it. While one of trainer and generator works, the other sleeps."""
+    """Train an adapter and sample with it, on one base. While one of trainer and generator works, the other sleeps."""
     from whet_hf.worker import Worker as Generator
     from whet_training.lora_config import LoraConfig, adapter_info
 
@@ -285,20 +283,22 @@ def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]
     batch = rows(shape)
     seconds = timed(lambda: worker.train(batch, LIKELIHOOD), device, steps)
     found = rates(shape, worker._root.model, batch.tokens, computed_tokens(batch), seconds, device)
-    before, away = worker.score(batch.take([0]), ("logprobs",))["logprobs"], worker.sleep()
+    before = worker.score(batch.take([0]), ("logprobs",))["logprobs"]
     generator = Generator(
         WorkerRank("generator", 0, 1, threads=1 if device == "cpu" else 8, device=device), path=folder,
         dtype="bfloat16", trust_remote_code=False, max_batch=64, cache_bytes=2 << 30, fused=True,
-        prefix_caching=True, scratch=folder,
+        prefix_caching=False, scratch=folder, shared=True,
     )  # fmt: skip
-    generator.sleep()
+    places = {weight.data_ptr() for weight in worker._root.model.parameters()}
+    own = sum(weight.nbytes for weight in generator._model.parameters() if weight.data_ptr() not in places)
+    away = worker.sleep()
     worker.wake()
     after = worker.score(batch.take([0]), ("logprobs",))["logprobs"]
-    spec = TransferSpec("shared", folder, "session", 1, adapter=adapter_info(config))
+    spec = TransferSpec(IN_PLACE, "", "session", 1, adapter=adapter_info(config))
     worker.send_weights(spec)
     generator._take_between_batches(spec, 1)
     worker.sleep()
-    generator.wake()  # and applies the adapter
+    generator.wake()
     prompt = batch["tokens"][: shape.length // 4]
     requests = [
         Request(f"r{n}", prompt, Sampling(max_tokens=shape.length // 16 + 8), seed=n, prefix="p") for n in range(8)
@@ -323,6 +323,7 @@ def lora(shape: Shape, folder: str, device: str, steps: int) -> dict[str, float]
     return {
         **found,
         "layers": shape.config["num_hidden_layers"],
+        "GiB of weights of the generator's own": own / 2**30,
         "GiB moved by sleep": away / 2**30,
         "sampled tokens a second": rate,
         "logprobs after sleep differ by": float(np.abs(after - before).max()),

@@ -168,16 +168,16 @@ def test_an_engine_that_takes_the_trial_and_not_what_follows_is_refused(ends, mo
 
 @pytest.mark.parametrize("name", ["q_proj", "layers.1.", "down_proj"])
 def test_an_engine_that_keeps_merged_weights_is_refused_before_the_first_step(ends, monkeypatch, name):
-    from whet_hf import worker
+    from whet_hf import own
 
     def take(model, weights, stored):
         kept = {n: p.clone() for n, p in model.named_parameters() if name in n}
         take_weights(model, ((n, kept.get(n, tensor)) for n, tensor in weights), stored)
 
-    take_weights = worker.take_weights
+    take_weights = own.take_weights
     sync, _ = ends.sync("merged")
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "take_weights", take)
+        patched.setattr(own, "take_weights", take)
         with pytest.raises(WeightSyncError, match="replica 0 of the generator does"):
             sync(version=0)
     sync(version=0)

@@ -47,6 +47,7 @@ def test_a_shape_is_trained_and_sampled(benchmark, name, kind, device):
     if kind == "sft":  # the plain loop has the same random weights, rounded
         assert found["first loss"] == pytest.approx(found["plain first loss"], rel=5e-3)
     if kind == "lora":
+        assert found["GiB of weights of the generator's own"] == 0
         assert found["logprobs after sleep differ by"] == 0
         gap = found["mean gap of logprobs to the generator"]
         assert gap < min(0.05, found["and without the adapter"])

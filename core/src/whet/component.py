@@ -102,6 +102,9 @@ class MemoryTerm:
     gpu_share: float = 0.0
     """On a GPU: the share of the GPU's memory that the whole role takes. Then the size of this term is the rest of the
     share, after all other terms."""
+    lent: bool = False
+    """Whether a generator computes with this memory if weights travel `in-place`. It then stays where it is while the
+    role sleeps. A plan with another transport takes it as false."""
     change: str = ""
     """The change that reduces this memory, e.g. `lower generator.cache_gib`."""
 
@@ -199,6 +202,9 @@ class WorkerFacts(Facts):
     transports: tuple[str, ...] = ()
     """Supported transports of a weight sync, the best first. Possible are `in-place`, `shared`, `cuda-ipc`,
     `broadcast`, `shared-memory` and `disk`."""
+    in_place: str = ""
+    """For the transport `in-place`: the form in which weights lie in memory, e.g. `transformers`: whole tensors by the
+    names of a class of `transformers`. Both ends must have the same form."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
     """(number of ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: the memory is
     unknown."""

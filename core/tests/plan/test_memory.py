@@ -104,6 +104,34 @@ def test_on_gpus_what_sleeps_waits_on_the_host_but_for_what_is_made_anew() -> No
     assert plan.refusals == ()
 
 
+def lending(ranks: int, trained: bool) -> list[MemoryTerm]:
+    return [MemoryTerm("weights", 8 * GIB, lent=True), MemoryTerm("moments", 3 * GIB)]
+
+
+def cache(ranks: int, trained: bool) -> list[MemoryTerm]:
+    return [MemoryTerm("cache", 5 * GIB, kept_asleep=False)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "offload", "gpu", "host"),
+    [
+        ("in-place", "auto", 8 + 5, 3),  # the weights stay, and the cache is more than the moments
+        ("in-place", "never", 8 + 3 + 5, None),
+        ("shared", "auto", 8 + 3, 8 + 3),
+    ],
+)
+def test_weights_that_a_generator_borrows_stay_on_the_gpu_and_count_once(
+    transport: str, offload: str, gpu: int, host: int | None
+) -> None:
+    facts = {
+        **FACTS,
+        "backend": BackendFacts(memory=lending, transports=(transport,), sleeps=("cuda",)),
+        "generator": GeneratorFacts(memory=cache, transports=(transport,), sleeps=("cuda",)),
+    }
+    plan = planned(Machine(8, gpus=1), facts, gpus={"backend": 1, "generator": 1}, offload=offload)
+    assert needs(plan) == {"0 GPU 0": gpu, **({} if host is None else {"0 the host": host})}
+
+
 def test_on_gpus_roles_that_do_not_sleep_add_up() -> None:
     plan = planned(TWO, **ON_GPUS, offload="never")
     assert needs(plan) == {"0 GPU 0": 12, "0 GPU 1": 12, "0 the host": 2 * 5}

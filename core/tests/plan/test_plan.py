@@ -183,6 +183,38 @@ def test_weights_stay_in_place_where_equally_many_ranks_share_processes(cluster,
     assert plan.way.transport == transport
 
 
+LENDING = BackendFacts(outputs_given=frozenset({"logprobs"}), transports=("in-place", "disk"), in_place="whole")
+BORROWING = GeneratorFacts(transports=("in-place",), in_place="whole")
+
+
+@pytest.mark.parametrize(
+    ("backend", "generator", "cluster", "words"),
+    [
+        (FACTS["backend"], {}, {}, "in the form whole, and the backend trainer lends none; choose another backend"),
+        (evolve(LENDING, in_place="cut"), {}, {}, "and the backend trainer lends them in the form cut"),
+        (LENDING, {}, {"colocate": []}, "put both into one group of cluster.colocate"),
+        (LENDING, {}, {"ranks": {"backend": 2}}, "the backend has 2 and the generator 1"),
+        (LENDING, {}, {"gpus": {"backend": 1}, "ranks": {"generator": 1}}, "on the same devices"),
+        (LENDING, {}, {"python": {"generator": "x"}}, "one Python, or have the generator hold weights of its own"),
+    ],
+    ids=["lends none", "another form", "apart", "ranks", "devices", "pythons"],
+)
+def test_a_generator_that_only_computes_in_place_is_refused_where_it_cannot(backend, generator, cluster, words):
+    facts = {**FACTS, "backend": backend, "generator": evolve(BORROWING, **generator)}
+    _, found = plan_of(make_config(cluster=ClusterSection(**cluster)), facts, Machine(8, gpus=1))
+    assert [problem.path for problem in found] == ["generator"]
+    assert words in found[0].message
+    plan, found = plan_of(make_config(), {**facts, "backend": LENDING}, Machine(8))
+    assert (plan.way.transport, found) == ("in-place", [])
+
+
+def test_weights_of_two_forms_travel_another_way():
+    facts = {**FACTS, "backend": LENDING, "generator": GeneratorFacts(transports=("in-place", "disk"), in_place="cut")}
+    plan, found = plan_of(make_config(), facts, Machine(8))
+    assert not found
+    assert plan.way.transport == "disk"
+
+
 ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "disk")
 ENGINE = {
     **FACTS,

@@ -27,14 +27,14 @@ LINK = TransferSpec("disk", "somewhere", "1-0", 1)
 class Parts:
     """Fakes that refuse work while they sleep, and note in one list who sleeps and wakes."""
 
-    def __init__(self, sides: Any = SIDES) -> None:
+    def __init__(self, sides: Any = SIDES, lends: bool = False) -> None:
         self.notes: list[str] = []
         self.loop, self.spans = EpisodeLoop(), Spans()
         self.turns = Turns(sides, self.spans, self.loop)
         self.raw: dict[str, Any] = {name: self.noted(name, FakeBackend()) for name in ("backend", "critic", "judge")}
         self.raw["generator"] = self.noted("generator", FakeGenerator("yes", delay_seconds=0.05))
         for role, handle in self.raw.items():
-            self.turns.join(role, handle)
+            self.turns.join(role, handle, lends=lends and role == "backend")
         self.backend, self.critic, self.judge = (
             BackendHandle(self.raw[name], *self.turns.around(name)) for name in ("backend", "critic", "judge")
         )
@@ -78,6 +78,17 @@ def parts() -> Iterator[Parts]:
 
 def test_who_has_been_started_sleeps_until_its_turn(parts: Parts) -> None:
     assert parts.asleep == {"backend", "critic", "judge", "generator"}
+
+
+def test_a_backend_that_lends_its_weights_is_awake_until_the_others_have_their_turn() -> None:
+    parts = Parts(lends=True)
+    try:
+        assert parts.asleep == {"critic", "judge", "generator"}
+        parts.told()
+        parts.turns.generation()
+        assert parts.told() == ["backend sleeps", "generator wakes", "judge wakes"]
+    finally:
+        parts.loop.close()
 
 
 def test_each_side_gives_its_memory_back_before_the_other_takes_it(parts: Parts) -> None:

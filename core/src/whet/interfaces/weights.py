@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from whet.data.metrics import Metric
     from whet.data.records import Completion, Request
 
+IN_PLACE = "in-place"
+"""The transport whose two ends are one memory."""
 STREAMED = ("cuda-ipc", "broadcast")
 """Transports that yield tensors on a GPU, one bucket at a time, because a receiver has no memory for all weights at
 once. Senders and receivers find each other through the driver's exchange."""

@@ -250,3 +250,5 @@ class RoleContext:
     """Only for generators. The columns that completions must have; see `whet.interfaces.generator`."""
     adapter: "AdapterInfo | None" = None
     """Only for generators: the adapter that weight syncs bring in the place of all weights. None: they bring none."""
+    transport: str = ""
+    """Only for generators: the transport of weight syncs. Empty: there are none, e.g. because nothing is trained."""

@@ -82,7 +82,7 @@ def _of_host(one: RankPlacement, turns: Sequence[Sequence[str]]) -> Iterator[Mem
     for term in one.role.memory:
         if term.place == "host" or (term.place == "" and not one.gpus):
             yield term
-        elif one.gpus and sleeps and term.when == "working" and term.kept_asleep:
+        elif one.gpus and sleeps and term.when == "working" and term.kept_asleep and not term.lent:
             yield evolve(term, what=f"{term.what}{_ASLEEP}", place="host")
 
 
@@ -146,7 +146,7 @@ class _Held:
         """Return the terms that are held at one time. Of roles that take turns, only the larger side counts."""
         working = [one for one in self.terms if one[1].when == "working"]
         changing = {role for side in self.turns for role in side}
-        always = [one for one in working if one[0] not in changing or one[1].place == "host"]
+        always = [one for one in working if one[0] not in changing or one[1].place == "host" or one[1].lent]
         sides = [[one for one in working if one[0] in side and one not in always] for side in self.turns]
         return [*always, *max(sides, key=lambda side: sum(term.bytes for _, term in side), default=[])]
 

@@ -9,8 +9,8 @@ from attrs import field, frozen
 from whet.component import AdapterInfo, GeneratorFacts, MemoryTerm, Problem
 from whet.config.cluster import ClusterSection
 from whet.errors import ConfigError
-from whet.interfaces.weights import STREAMED
-from whet.plan.roles import Roles
+from whet.interfaces.weights import IN_PLACE, STREAMED
+from whet.plan.roles import Role, Roles
 from whet.plugins.launchers import address
 
 T = TypeVar("T")
@@ -167,11 +167,15 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     together = inline or name in backend.group
     ranks, receivers = (backend.ranks, generator.ranks), generator.ranks * generator.facts.processes
     # The ranks that send reach by reference only who shares their own process.
-    in_place = (inline or name in roles.in_process("backend")) and len(set(ranks)) == 1
-    same_process = in_place and set(ranks) == {1}
+    aligned = (inline or name in roles.in_process("backend")) and len(set(ranks)) == 1
+    same_process = aligned and set(ranks) == {1}
     one_node = together and cluster.placement.get("backend", cluster.placement.get(name))
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
+    one_form = backend.facts.in_place == generator.facts.in_place
+    in_place = aligned and one_form and bool(backend.gpus) == bool(generator.gpus)
+    if why := _apart(backend, generator, in_place=in_place):
+        raise ConfigError(why)
     adapter, words = adapter_of(content, roles, name, cluster.transport)
     transport = choose_transport(
         [one for one in backend.facts.transports if adapter is None or one not in STREAMED],
@@ -186,20 +190,42 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     )
     where = (
         "in the same processes"
-        if transport == "in-place"
+        if transport == IN_PLACE
         else "in one process"
         if same_process
         else "on one machine"
         if same_host
         else "on nodes that the launcher will choose"
     )
-    if same_process and transport not in ("in-place", "shared"):
+    if same_process and transport not in (IN_PLACE, "shared"):
         where += ", and not both offer shared"
     reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
     if transport == "cuda-ipc":
         return Way(transport, reason, backend.ranks)
     senders = roles.backend.senders if adapter is None else 1
     return Way(transport, reason, senders, receivers if transport == "broadcast" else 1, adapter)
+
+
+def _apart(backend: Role, generator: Role, *, in_place: bool) -> str:
+    """Return why a generator that only computes with the backend's weights in place cannot. Empty: it can."""
+    if generator.facts.transports != (IN_PLACE,):
+        return ""
+    own, which = "or have the generator hold weights of its own", f"the generator {generator.selection.name}"
+    offered = backend.facts.in_place if IN_PLACE in backend.facts.transports else ""
+    if offered != generator.facts.in_place:
+        found = f"lends them in the form {offered}" if offered else "lends none"
+        return (
+            f"{which} computes with the backend's weights in the form {generator.facts.in_place}, and the backend "
+            f"{backend.selection.name} {found}; choose another backend, {own}"
+        )
+    if in_place:
+        return ""
+    ranks = f"the backend has {backend.ranks} and the generator {generator.ranks}"
+    return (
+        f"{which} computes with the backend's weights in place, which needs equally many ranks ({ranks}) in the same "
+        "processes and on the same devices; put both into one group of cluster.colocate, with equal cluster.ranks or "
+        f"cluster.gpus and one Python, {own}"
+    )
 
 
 def choose_transport(
@@ -222,7 +248,7 @@ def choose_transport(
     Raises `ConfigError` saying why none fits.
     """
     reachable = {
-        "in-place": in_place,
+        IN_PLACE: in_place,
         "shared": same_process,
         "cuda-ipc": same_gpu,
         "broadcast": own_gpus or (wanted == "broadcast" and not together),

@@ -14,6 +14,7 @@ from whet.component import FACTS, Facts, MemoryTerm, Problem, Selection, resolve
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
+from whet.interfaces.weights import IN_PLACE
 from whet.plan.colocation import find_turns
 from whet.plan.compatibility import config_problems
 from whet.plan.evaluation import with_answers
@@ -146,7 +147,7 @@ def make_plan(
     context = config.rollout.max_context or model.max_positions
     imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
     planned = (plan_role(config.cluster, roles, name, machine, bool(staleness)) for name in roles.names)
-    placed = tuple(_with_handed_over(role, way, model) for role in planned)
+    placed = tuple(_with_way(role, way, model) for role in planned)
     lacking = tuple(str(problem) for problem in gpu_problems(config.cluster, roles, placed, machine))
     found = rooms(config.cluster, roles, placed, turns, machine)
     full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine))
@@ -159,8 +160,12 @@ def make_plan(
     return plan, []
 
 
-def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
-    """Add the weights that processes of one machine share, in the smallest dtype, to what the backend holds."""
+def _with_way(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
+    """Return a role with the memory that the way of the weights decides: what is lent, and for the backend the copy of
+    the weights that processes of one machine share, in the smallest dtype.
+    """
+    if role.role != "backend" or way is None or way.transport != IN_PLACE:
+        role = attrs.evolve(role, memory=tuple(attrs.evolve(term, lent=False) for term in role.memory))
     sent = way is not None and way.transport == "shared-memory" and way.adapter is None
     if role.role != "backend" or not sent or not model.parameters:
         return role

@@ -53,11 +53,15 @@ class Turns:
     _changed: threading.Condition = field(factory=threading.Condition, init=False)
     _given_back: dict[str, int] = field(factory=dict, init=False)
 
-    def join(self, role: str, handle: "Backend | Generator") -> None:
-        """Put a role to sleep right after its start, so that the next role to start finds the memory free."""
+    def join(self, role: str, handle: "Backend | Generator", *, lends: bool = False) -> None:
+        """Put a role to sleep right after its start, so that the next role to start finds the memory free.
+
+        A role that `lends` its weights stays awake until its turn ends: the next role to start needs them.
+        """
         if self._side(role) is not None:
             self._handles[role], self._states[role] = handle, "awake"
-            self._sleep(role)
+            if not lends:
+                self._sleep(role)
 
     def training(self) -> None:
         """Begin the turn of the roles that train, after all requests under way are answered."""

@@ -10,6 +10,7 @@ from attrs import Factory, frozen
 from whet.config.build import build_selection
 from whet.data.spans import Spans
 from whet.interfaces.logger import RunInfo
+from whet.interfaces.weights import IN_PLACE
 from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
 from whet.plan.roles import Role
@@ -136,6 +137,7 @@ def start(
     `turns`: each role sleeps as soon as it is started. `sync` sends weights to new replicas of the generator, and
     `older` to new replicas of further generators.
     """
+    way = prepared.plan.way
     asked, syncs = prepared.roles.asked_by(""), {"generator": sync, **{name: one.sync for name, one in older.items()}}
 
     def build(role: str) -> Any:
@@ -150,14 +152,15 @@ def start(
             max_context=0 if role in asked else prepared.plan.max_context,
             trained=role == "generator" or prepared.roles[role].trained,
             columns=prepared.roles.backend.columns_wanted if role == "generator" else frozenset(),
-            adapter=prepared.plan.way.adapter if role == "generator" and prepared.plan.way else None,
+            adapter=way.adapter if role == "generator" and way else None,
+            transport=way.transport if role == "generator" and way else "",
             replacing=attempt.recovery.replacing(weights.resync if (weights := syncs.get(role)) else None),
         )
         attempt.observers.status(f"{role} to start")
         with attempt.spans.phase(role, "start"):
             handle = build_selection(prepared.roles[role].selection, context)
         if turns is not None:
-            turns.join(role, handle)
+            turns.join(role, handle, lends=role == "backend" and way is not None and way.transport == IN_PLACE)
         return handle
 
     groups = [roles] if prepared.plan.inline else build_groups(map(prepared.plan.role, roles))

@@ -406,7 +406,7 @@ def test_an_adapter_that_comes_in_sleep_is_applied_when_the_weights_are_back(
             if asleep:
                 worker.sleep()
             run(worker.receive_weights(send_adapter(worker, tmp_path / name, version, factor), version, "drain"))
-            assert worker._offload.asleep == asleep, "the weights of a base are not taken back for an adapter"
+            assert worker._held.asleep == asleep, "the weights of a base are not taken back for an adapter"
         if asleep:
             worker.sleep()
             worker.wake()

@@ -12,6 +12,7 @@ from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
+from whet.interfaces.weights import IN_PLACE
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
@@ -19,6 +20,7 @@ from whet_training.heads import outputs_of
 from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
+from whet_weights.lent import TRANSFORMERS
 
 _NORM: Any = optional(between(0, FACTOR))
 
@@ -130,7 +132,8 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config.parallel, model, config.layout),
-        transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
+        transports=(IN_PLACE, "shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
+        in_place=TRANSFORMERS,
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
@@ -169,17 +172,18 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         yield MemoryTerm(f"the model as it is loaded, in {dtype}{over}", held * share, "loading", "host")
     yield MemoryTerm(f"the model on its GPU as it is loaded, in {dtype}{over}", held * share, "loading", "gpu")
     if lora is not None or not trained:
-        yield MemoryTerm(f"frozen weights in {dtype}{over}", held * share, change=spread)
+        yield MemoryTerm(f"frozen weights in {dtype}{over}", held * share, lent=True, change=spread)
     else:
         copied = low and ranks == sizes.tensor  # else FSDP2 casts what it gathers
         place: Literal["", "host"] = "host" if config.offload_optimizer else ""
         # Where a copy in bfloat16 computes, the float32 weights can be elsewhere.
-        yield MemoryTerm(f"weights in float32{over}", 4 * share, place=place if copied else "", change=spread)
+        masters = f"weights in float32{over}"
+        yield MemoryTerm(masters, 4 * share, place=place if copied else "", lent=not copied, change=spread)
         yield MemoryTerm(f"gradients in float32{over}", 4 * share, kept_asleep=False, change=spread)
         for what, size in _moments(config, model):
             yield MemoryTerm(f"{what}{over}", size // sharing, place=place, change=spread)
         if copied:
-            yield MemoryTerm(f"weights in bfloat16, which compute{over}", 2 * share)
+            yield MemoryTerm(f"weights in bfloat16, which compute{over}", 2 * share, lent=True)
     if lora is not None:
         adapter, lower = adapter_parameters(lora, model), "lower backend.lora.rank"
         yield MemoryTerm("the adapter and its moments in float32", 12 * adapter, change=lower)

@@ -19,7 +19,7 @@ from whet.data.model_info import ModelInfo, write_chat_template
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.checkpointing import enable_checkpointing
@@ -27,6 +27,7 @@ from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
 from whet_fsdp2.feed import widths
 from whet_fsdp2.kernels import refuse_unfit
+from whet_fsdp2.lending import lend
 from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper
@@ -40,6 +41,7 @@ from whet_training.export import copy_companions, set_padding, write_weights
 from whet_training.heads import read_teacher
 from whet_training.layout import Layout
 from whet_training.saving import Writer
+from whet_weights import lent
 from whet_weights.offload import Offload
 from whet_weights.stored_names import StoredNames
 
@@ -114,7 +116,12 @@ class HeldModels:
             offload=self._config.offload_optimizer and trained,
         )  # fmt: skip
         self._writer = Writer()
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
+        asleep = Path(scratch) / "asleep"
+        self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
+        self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
+        self._lent: lent.Lent | None = None
+        if rank.role == "backend" and rank.size == 1 and isinstance(self._root, Root):
+            self._lent = lend(self._root.model, self._adapters, self._policy_offload.wake)
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
         # An optimizer step makes the pages of trained weights memory of this process; frozen ones stay in the file.
@@ -169,6 +176,11 @@ class HeldModels:
             self._send(spec)
 
     def _send(self, spec: TransferSpec) -> None:
+        if spec.transport == IN_PLACE:
+            if self._lent is None:
+                raise WhetError("weights of several ranks, or with a value head, are not lent; send them another way")
+            self._lent.sent(spec)
+            return
         if spec.adapter is not None and self._adapters is None:
             raise WhetError("an adapter is to be sent, and there is none; set backend.lora")
         reshard(self._root.model)
@@ -277,14 +289,20 @@ class HeldModels:
     # Life
 
     def sleep(self) -> int:
-        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
+        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
         self._weights.drop_gradients()
-        return self._offload.sleep(self._held())
+        policy = {one.untyped_storage().data_ptr() for one in self._lendable()}
+        freed = self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
+        if self._lent is None or self._lent.borrowed:
+            return freed
+        return freed + self._policy_offload.sleep(self._lendable())
 
     def wake(self) -> None:
         """Bring weights and optimizer back."""
         self._offload.wake()
-        self._memory.count_mapped(())  # what was read back lies in memory of this process
+        self._policy_offload.wake()
+        # What was read back lies in memory of this process.
+        self._memory.count_mapped(self._lendable() if self._lent is not None and self._lent.borrowed else ())
 
     def let_go(self) -> None:
         """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
@@ -299,6 +317,10 @@ class HeldModels:
             reshard(root.model)
             yield from root.model.parameters()
 
+    def _lendable(self) -> list[Tensor]:
+        """Return the weights with which a generator of this process can compute."""
+        return list(self._lent.held.named.values()) if self._lent is not None else []
+
     def _held(self) -> Iterator[Tensor]:
         yield from map(local, self._parameters())
         yield from map(local, self._weights.masters.values())
@@ -306,7 +328,10 @@ class HeldModels:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self._lent is not None:
+            lent.withdraw(self._lent)
         self._offload.close()
+        self._policy_offload.close()
         self._ranks.leave()
 
 

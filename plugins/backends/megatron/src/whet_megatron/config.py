@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 from attrs import field, frozen
@@ -13,10 +13,10 @@ from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
 from whet.errors import ConfigError
+from whet.interfaces.weights import IN_PLACE
 from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
 from whet_megatron.fp8 import Fp8Config
-from whet_megatron.lent import TRANSPORT
 from whet_megatron.lora_targets import adapted, has_experts, linears, no_experts
 from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
@@ -26,6 +26,8 @@ from whet_training.lora_config import LoraConfig, adapter_info, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
 
+FORM: Final = "megatron"
+"""The form in which weights are lent: `HeldModel` and `Ranks`."""
 _NORM: Any = optional(between(0, FACTOR))
 
 
@@ -117,7 +119,8 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
         senders=config.parallel.senders,
-        transports=(TRANSPORT, "shared", "broadcast", "shared-memory", "disk"),
+        transports=(IN_PLACE, "shared", "broadcast", "shared-memory", "disk"),
+        in_place=FORM,
         memory=partial(memory_of, config, model) if fits else None,
         imports=("whet_megatron.worker", "whet_megatron.ahead"),
         forkable=True,

@@ -17,10 +17,10 @@ from whet.data.model_info import ModelInfo, write_chat_template
 from whet.errors import WhetError
 from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet_megatron import checkpoint, groups, layers, lent
-from whet_megatron.config import MegatronConfig
+from whet_megatron import checkpoint, groups, layers
+from whet_megatron.config import FORM, MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.export import write_config
 from whet_megatron.feed import Feeder
@@ -35,6 +35,7 @@ from whet_training import adapter_files
 from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
 from whet_training.saving import Writer
+from whet_weights import lent
 from whet_weights.offload import Offload
 
 
@@ -69,7 +70,7 @@ class HeldModels:
         asleep = Path(scratch) / "asleep"
         self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
         self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
-        self._lent = lent.Lent(self._model, self._ranks, self._policy_offload.wake)
+        self._lent = lent.Lent(FORM, (self._model, self._ranks), self._policy_offload.wake)
         if rank.role == "backend" and not self._model.value:
             lent.offer(self._lent)
         self._writer = Writer()
@@ -127,7 +128,7 @@ class HeldModels:
 
         In place nothing is sent: the generator of this process computes with the same memory.
         """
-        if spec.transport == lent.TRANSPORT:
+        if spec.transport == IN_PLACE:
             self._lent.sent(spec)
             return
         adapters = self._model.adapters

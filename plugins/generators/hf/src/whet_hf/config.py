@@ -19,6 +19,10 @@ class HfConfig:
     """Keep keys and values of ended sequences, within `cache_gib`, for a next turn that begins with the same tokens.
     Logprobs then depend by rounding on what was generated before, so a resumed run is not equal to the bit. The fused
     decoder does this, and the model's own code does not; see `decoder`."""
+    weights: Literal["own", "shared"] = "own"
+    """`own`: a copy of the model, to which weight syncs bring new weights or an adapter. `shared`: those of the backend
+    in the same process, in place, so that there is one copy and a weight sync copies an adapter at most. Backend and
+    generator must have one rank each, on one device, and the model's own code decodes."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Dtype of the weights and the forward pass. `model`: the value of `model.dtype`."""
     decoder: Literal["auto", "plain"] = "auto"

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from whet.interfaces.weights import IN_PLACE
 from whet_generation.replicas import ReplicatedGenerator
 from whet_hf.config import HfConfig
 
@@ -15,7 +16,8 @@ class HfGenerator(ReplicatedGenerator):
     Logprobs are of `log_softmax(logits / temperature)` over the whole vocabulary, even if top-p or top-k restricts the
     sampling. A completion ends at the model's last position, even if `max_tokens` is larger. With `continue`, requests
     that run during a weight sync keep the keys and values of the old weights for earlier tokens. While the generator
-    sleeps, its weights are in host memory, or in a file on a CPU, and it has no cache.
+    sleeps, its own weights are in host memory, or in a file on a CPU, and it has no cache. Where no weights are synced,
+    as in an evaluation without training, it loads weights of its own, even if the config says `shared`.
     """
 
     def __init__(self, config: HfConfig, context: "RoleContext") -> None:
@@ -29,5 +31,6 @@ class HfGenerator(ReplicatedGenerator):
             "prefix_caching": config.prefix_caching,
             "scratch": str(context.scratch.absolute()),
             "columns": sorted(context.columns),
+            "shared": config.weights == "shared" and context.transport == IN_PLACE,
         }
         super().__init__("whet_hf.worker:Worker", arguments, context)

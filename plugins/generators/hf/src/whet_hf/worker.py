@@ -21,14 +21,12 @@ from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
 from whet_generation.stopping import StopStrings
-from whet_hf.adapter import Base
 from whet_hf.decode import Aborts, Job, Report, decode
-from whet_hf.loading import choose_decoder, load_model, take_weights
+from whet_hf.loading import choose_decoder, load_model
+from whet_hf.own import OwnWeights
+from whet_hf.shared import SharedWeights
 from whet_hf.swap import Weights
 from whet_ops.routing import COLUMN
-from whet_weights.offload import Offload
-from whet_weights.stored_names import StoredNames
-from whet_weights.transfer import receive
 
 log = logging.getLogger(__name__)
 
@@ -69,28 +67,41 @@ class Worker:
         prefix_caching: bool,
         scratch: str,
         columns: list[str] | None = None,
+        shared: bool = False,
     ) -> None:
+        """`shared`: compute with the weights of the backend in this process."""
         torch.set_num_threads(rank.threads)
         self._rank, self._max_batch = rank, max_batch
         self._device = torch.device(rank.device)
-        self._model = load_model(path, dtype, rank.device, trust_remote_code)
-        experts = COLUMN in (columns or ())
-        limit = most_cache_bytes(self._model, cache_bytes, max_batch) if prefix_caching else 0
-        self._decoder = choose_decoder(self._model, fused=fused, experts=experts, cache_bytes=limit)
+        self._held = (
+            SharedWeights(path, dtype, rank.device, trust_remote_code) if shared
+            else OwnWeights(
+                load_model(path, dtype, rank.device, trust_remote_code),
+                Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}",
+            )
+        )  # fmt: skip
+        self._model, experts = self._held.model, COLUMN in (columns or ())
+        model = self._model
+        limit = most_cache_bytes(model, cache_bytes, max_batch) if prefix_caching else 0
+        try:
+            # The fused decoder joins matrices, which would move those of a trainer to other memory.
+            self._decoder = choose_decoder(model, fused=fused and not shared, experts=experts, cache_bytes=limit)
+        except BaseException:
+            self._held.close()
+            raise
         self._strings = StopStrings(path)
-        self._weights, self._base = Weights(), Base(self._model)
-        self._stored = StoredNames(self._model)
-        self._max_positions = max_positions(self._model)
-        self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
+        self._weights = Weights()
+        self._max_positions = max_positions(model)
+        self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(model))
         self._queue: list[_Queued] = []
         self._running: list[_Queued] = []
         self._runner: asyncio.Task[None] | None = None
         self._aborts = Aborts()
         self._report: Report | None = None
         """Sends the tokens of the running batch; None: no request of it wants them."""
-        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._busy = threading.Lock()
-        small = not experts and sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
+        # Threads cannot share modules that record experts, or into which the weights of experts are put for a moment.
+        small = not experts and not shared and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
@@ -156,44 +167,35 @@ class Worker:
 
     @torch.inference_mode(False)  # a running batch turns it on, and later weight syncs read what is mapped now
     def _take(self, spec: TransferSpec, version: int) -> None:
-        # An adapter is small: it waits until the weights are back, so that both models are never on a GPU at once.
-        held = spec.adapter is not None and self._offload.asleep
-        if not held:
-            self._offload.wake(contents=spec.adapter is not None)
         try:
-            tensors = receive(spec, self._rank.rank)
-            if spec.adapter is not None:
-                (self._base.hold if held else self._base.apply)(tensors, spec.adapter)
-            else:
-                self._base.forget()
-                take_weights(self._model, tensors, self._stored)
+            taken = self._held.take(spec, self._rank.rank)
         except BaseException as error:
             self._weights.broken = str(error)
             raise
-        if not held:
+        if taken:
             self._decoder.refresh()
         self._weights.version, self._weights.broken = version, ""
 
     def sleep(self) -> int:
         """Free the memory of cache and weights. Returns the number of bytes."""
         with self._busy:
-            return self._decoder.free() + self._offload.sleep(self._model.parameters())
+            return self._decoder.free() + self._held.sleep()
 
     @torch.inference_mode(False)
     def wake(self) -> None:
         """Bring the weights back, and apply an adapter that arrived meanwhile. The next batch allocates the cache."""
         with self._busy:
-            self._offload.wake()
+            self._held.wake()
             try:
-                if self._base.apply_held():
+                if self._held.apply_held():
                     self._decoder.refresh()
             except BaseException as error:
                 self._weights.broken = str(error)
                 raise
 
     def close(self) -> None:
-        """Release the offloaded weights and stop the threads."""
-        self._offload.close()
+        """Release the weights and stop the threads."""
+        self._held.close()
         if self._lanes is not None:
             self._lanes.shutdown(wait=False)
 

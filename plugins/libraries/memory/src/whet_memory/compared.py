@@ -70,9 +70,9 @@ def _predicted(plan: Any, role: str, phase: str) -> tuple[int | None, str]:
     asleep = {str(name) for side in turns if isinstance(side, list) and role not in side for name in side}
     together = [
         name for name, group in processes.items()
-        if group == processes.get(role) and name not in {role, *asleep} and phase != "loading"
+        if group == processes.get(role) and name != role and phase != "loading"
     ]  # fmt: skip
-    others = sum(_bytes(plan, name, "idle") or 0 for name in together)
+    others = sum(_bytes(plan, name, "asleep" if name in asleep else "idle") or 0 for name in together)
     return own + others, str(_at(plan, "peaks", role, "source"))
 
 

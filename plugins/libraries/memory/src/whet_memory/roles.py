@@ -52,8 +52,9 @@ def predict(
 ) -> dict[str, Predicted]:
     """Return the peaks of all roles. `tracers` are by role; unless they may `start`, only known traces count."""
     return {
-        one.role: _of_role(config, roles, plan, one, tracers.get(one.role), start=start) for one in plan.roles
-    }  # fmt: skip
+        one.role: _with_lent(_of_role(config, roles, plan, one, tracers.get(one.role), start=start), one)
+        for one in plan.roles
+    }
 
 
 def _of_role(
@@ -79,6 +80,19 @@ def _of_role(
     if traced is None:
         return Predicted(one.role, "formulas", _ordered(closed), traceable=True)
     return Predicted(one.role, "trace", _ordered(_joined(closed, traced)))
+
+
+def _with_lent(found: Predicted, one: RolePlan) -> Predicted:
+    """Leave on the device, while the role sleeps, the weights with which a generator computes in place."""
+    lent = sum(term.bytes for term in one.memory if term.lent and term.when == "working")
+
+    def awake(peaks: Peaks) -> Peaks:
+        if "asleep" not in peaks or not lent:
+            return peaks
+        asleep = peaks["asleep"]
+        return {**peaks, "asleep": Peak(asleep.device + lent, max(0, asleep.host - lent))}
+
+    return evolve(found, peaks=awake(found.peaks), stages=tuple(map(awake, found.stages)))
 
 
 def _fullest(stages: Sequence[Peaks]) -> Peaks:

@@ -49,7 +49,7 @@ class AdapterSets:
 
         `policy`: those in training. `reference`: those at the start of the run. `base`: none. `trial`: random ones.
         """
-        before, self._chosen = self._chosen, self._set(weights)
+        before, self._chosen = self._chosen, self.set_of(weights)
         try:
             yield
         finally:
@@ -59,7 +59,8 @@ class AdapterSets:
         """Return the adapter of a weight. None: the model computes without adapters."""
         return None if self._chosen is None else self._chosen[weight]
 
-    def _set(self, weights: str) -> Mapping[str, Pair] | None:
+    def set_of(self, weights: str) -> Mapping[str, Pair] | None:
+        """Return the adapters of a set of weights; see `using`. None: the set has none."""
         if weights == "trial":
             return {weight: self._trial(weight) for weight in self.pairs}
         if weights == "reference":  # without a start of its own, B is zero

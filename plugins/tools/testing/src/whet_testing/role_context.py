@@ -21,6 +21,7 @@ def make_context(
     seed: int = 0,
     dtype: str = "float32",
     max_context: int = 0,
+    transport: str = "",
 ) -> RoleContext:
     """Return a context whose run folder is in `tmp_path`.
 
@@ -36,4 +37,5 @@ def make_context(
         seed=seed,
         scratch=scratch,
         max_context=max_context,
+        transport=transport,
     )

@@ -11,10 +11,10 @@ from whet.component import GeneratorFacts, MemoryTerm, Problem
 from whet.config.bounds import GIB, PROCESSES, RETRIES, TOKENS, above, between
 from whet.config.sections import Config
 from whet.data.model_info import DTYPE_BYTES, ModelInfo
+from whet.interfaces.weights import IN_PLACE
 from whet_megatron import memory, parallel
 from whet_megatron.architecture import read, refusals
-from whet_megatron.config import MegatronConfig
-from whet_megatron.lent import TRANSPORT
+from whet_megatron.config import FORM, MegatronConfig
 from whet_megatron.parallel import ParallelConfig
 
 VOCABULARY_MULTIPLE = 64
@@ -75,7 +75,8 @@ def facts(config: MegatronGeneratorConfig, model: ModelInfo) -> GeneratorFacts:
     return GeneratorFacts(
         ranks=config.parallel.sizes.least_ranks,
         problems=partial(problems, config, model),
-        transports=(TRANSPORT,) if shared else ("shared", "broadcast", "shared-memory", "disk"),
+        transports=(IN_PLACE,) if shared else ("shared", "broadcast", "shared-memory", "disk"),
+        in_place=FORM if shared else "",
         # Shared weights change in a training step, during which no request runs.
         on_weight_update=("drain",) if shared else ("drain", "continue", "abort"),
         dtype=model.dtype,

@@ -13,12 +13,13 @@ from whet.errors import ConfigError, WeightSyncError, WhetError
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_generation.stopping import StopStrings
-from whet_megatron import groups, layers, lent
-from whet_megatron.config import MegatronConfig
+from whet_megatron import groups, layers
+from whet_megatron.config import FORM, MegatronConfig
 from whet_megatron.cpu_shim import as_on_gpu
 from whet_megatron.generator.config import VOCABULARY_MULTIPLE, MegatronGeneratorConfig
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
+from whet_weights import lent
 from whet_weights.offload import Offload
 from whet_weights.transfer import receive
 
@@ -46,14 +47,14 @@ class Worker:
 
     def _borrowed(self) -> tuple[HeldModel, Ranks]:
         """Return the backend's model."""
-        self._lent = lent.borrow()
-        found = self._lent.ranks
+        self._lent = lent.borrow(FORM)
+        model, found = self._lent.held
         if found.size != self._rank.size or found.sizes != self._config.parallel.sizes:
             wanted = f"{self._rank.size} ranks as {self._config.parallel}"
             raise ConfigError(
                 f"{self._rank.role}.parallel: is for {wanted}, and the backend has {found.size} as {found.sizes}"
             )
-        return self._lent.model, found
+        return model, found
 
     def _loaded(self, seed: int) -> tuple[HeldModel, Ranks]:
         """Load a model of its own."""

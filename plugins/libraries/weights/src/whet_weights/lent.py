@@ -1,33 +1,44 @@
 """The policy's weights of this process, with which a generator of the same process computes in place.
 
     backend      offer  ->  sent(spec) in each weight sync          holds weights, gradients, optimizer
-    generator    borrow ->  taken(spec): the versions agree          computes with the same modules, copies nothing
+    generator    borrow ->  taken(spec): the versions agree          computes with the same memory, copies nothing
 
 While the weights are borrowed they keep their memory when the backend sleeps. Imports no torch.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from attrs import define
+from attrs import define, frozen
 
 from whet.errors import WeightSyncError, WhetError
 from whet.interfaces.weights import TransferSpec
 
-if TYPE_CHECKING:
-    from whet_megatron.groups import Ranks
-    from whet_megatron.model import HeldModel
+TRANSFORMERS: Final = "transformers"
+"""The form `Tensors`; see `whet.component.WorkerFacts.in_place`."""
 
-TRANSPORT: Final = "in-place"
-"""The transport whose two ends are one memory."""
+
+@frozen(eq=False)
+class Tensors:
+    """Weights that are whole tensors, by the names of a model's class in `transformers`."""
+
+    named: Mapping[str, Any]
+    """Parameters and buffers: tensors. Tied ones come under each of their names."""
+    adapter: Callable[[str], Mapping[str, tuple[Any, Any]] | None] | None = None
+    """(set of weights, e.g. `policy`) -> A [r, in] and B [out, r] by the name of the weight, of stacked weights
+    [E, r, in] and [E, out, r]. They are not in `named`. None: all weights are trained."""
+    scaling: float = 1.0
+    """Factor of the product B A."""
 
 
 @define(eq=False)
 class Lent:
     """The policy's weights of this process."""
 
-    model: "HeldModel"
-    ranks: "Ranks"
+    form: str
+    """See `whet.component.WorkerFacts.in_place`."""
+    held: Any
+    """The weights in that form, e.g. `Tensors`."""
     wake: Callable[[], None]
     """Bring the weights back into memory, if the backend has released them."""
     borrowed: bool = False
@@ -67,12 +78,13 @@ def withdraw(lent: Lent) -> None:
         _lent = None
 
 
-def borrow() -> Lent:
+def borrow(form: str) -> Lent:
     """Return the policy's weights of this process. They stay in memory until `borrowed` is set to false again."""
-    if _lent is None:
+    if _lent is None or _lent.form != form:
+        found = "no weights of a backend" if _lent is None else f"weights of a backend in the form {_lent.form}"
         raise WhetError(
-            "generator.weights is shared, and this process holds no weights of a backend `megatron` that generates "
-            "text; put backend and generator into one group of cluster.colocate with equally many ranks, or set "
+            f"generator.weights is shared, and this process holds {found}, wanted the form {form}; put a backend that "
+            "offers it and the generator into one group of cluster.colocate with equally many ranks, or set "
             "generator.weights: own"
         )
     if _lent.borrowed:
