@@ -2,11 +2,12 @@
 it.
 """
 
+import functools
 import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ _WRAPPED = ("whet_run", "whet_worker_group")
 """Hooks of core itself, which plugins wrap."""
 _CORE = re.compile(r"\s*whet(?![\w.-])", re.IGNORECASE)
 """A requirement of core. To parse those of other distributions would take long."""
+_KEPT = 512
+"""What so many distributions declare is kept. `whet.installed` makes new ones for a folder that has changed."""
 
 
 @frozen
@@ -240,15 +243,15 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
     for distribution in distributions():
         name = "an unreadable distribution"
         try:
-            if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
-                continue  # not a plugin: to parse the metadata of all that is installed would take long
-            metadata = distribution.metadata  # parsed each time that it is asked for
+            if not _is_plugin(distribution):
+                continue  # to parse the metadata of all that is installed would take long
+            metadata = _metadata(distribution)
             name = str(metadata["Name"])
-            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+            entries = _plugins(distribution)
             if not entries or normal(name) in seen:  # Python imports the first on the path
                 continue
             seen.add(normal(name))
-            reason = other_core(metadata.get_all("Requires-Dist") or distribution.requires or [])
+            reason = _needs_other_core(distribution)
         except Exception as error:
             broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
             continue
@@ -258,6 +261,26 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
             version = str(metadata["Version"])
             found.extend((entry, Source(entry.name, name, version, entry.value)) for entry in entries)
     yield from sorted(found, key=lambda pair: (pair[1].distribution, pair[1].name))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _is_plugin(distribution: Distribution) -> bool:
+    return f"[{GROUP}]" in (distribution.read_text("entry_points.txt") or "")
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _plugins(distribution: Distribution) -> tuple[EntryPoint, ...]:
+    return tuple(entry for entry in distribution.entry_points if entry.group == GROUP)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _metadata(distribution: Distribution) -> PackageMetadata:
+    return distribution.metadata  # it is parsed each time that it is asked for
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _needs_other_core(distribution: Distribution) -> str | None:
+    return other_core(_metadata(distribution).get_all("Requires-Dist") or distribution.requires or [])
 
 
 def other_core(requirements: Iterable[str]) -> str | None:
