@@ -11,7 +11,7 @@ import pytest
 from whet.data.batch import Batch, from_sequences
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.runtime.local import LocalCluster
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
@@ -41,7 +41,8 @@ class Pair:
         parallel, ranks = ParallelConfig(**sizes), 2 if cluster else 1
 
         def context(role: str) -> Any:
-            return make_context(folder / role, role, model, cluster.worker_group(role, ranks) if cluster else None)
+            group = cluster.worker_group(role, ranks) if cluster else None
+            return make_context(folder / role, role, model, group, transport=IN_PLACE)
 
         optimizer = OptimizerConfig(lr=1e-2)
         trained = MegatronConfig(optimizer=optimizer, parallel=parallel, lora=lora)
@@ -187,7 +188,7 @@ def test_a_generator_that_starts_while_the_backend_sleeps_brings_the_weights_bac
         released = backend.sleep()
         generator = MegatronGenerator(
             MegatronGeneratorConfig(cache_gib=0.01, max_batch=8),
-            make_context(tmp_path / "two", "generator", folders("qwen3")),
+            make_context(tmp_path / "two", "generator", folders("qwen3"), transport=IN_PLACE),
         )
         request = Request("r", np.arange(5, 9), Sampling(4), seed=0)
         completion = asyncio.run(generator.generate(request))
@@ -216,7 +217,24 @@ def test_a_weight_sync_that_the_backend_did_not_take_part_in_is_refused(pair: Pa
 
 def test_without_a_backend_in_its_process_it_says_what_to_change(folders: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"set\s+generator\.weights: own"):
-        MegatronGenerator(MegatronGeneratorConfig(), make_context(tmp_path, "generator", folders("qwen3")))
+        MegatronGenerator(
+            MegatronGeneratorConfig(), make_context(tmp_path, "generator", folders("qwen3"), transport=IN_PLACE)
+        )
+
+
+def test_where_no_weights_are_synced_it_loads_its_own(folders: Any, tmp_path: Path) -> None:
+    """As in an evaluation without training."""
+    request, found = Request("r", np.arange(5, 9), Sampling(8), seed=0), []
+    for weights in ("shared", "own"):
+        config = MegatronGeneratorConfig(cache_gib=0.01, max_batch=8, weights=weights)  # type: ignore[arg-type]
+        generator = MegatronGenerator(config, make_context(tmp_path / weights, "generator", folders("qwen3")))
+        try:
+            found.append(asyncio.run(generator.generate(request)))
+        finally:
+            generator.close()
+    shared, own = found
+    assert shared.tokens.tolist() == own.tokens.tolist()
+    np.testing.assert_array_equal(shared.logprobs, own.logprobs)
 
 
 def test_ranks_that_share_the_model_otherwise_are_refused(folders: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from attrs import define, evolve, field
 from whet.data.records import Completion, Progress, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import Listener, listener
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import Pending, Workers
 from whet_generation.limits import completion_limit, context_length
 from whet_megatron.generator.config import MegatronGeneratorConfig
@@ -95,11 +95,14 @@ class MegatronGenerator:
     `whet.interfaces.generator.Generator`.
 
     Logprobs are of `log_softmax(logits / temperature)` over the whole vocabulary, even if top-p or top-k restricts the
-    sampling. A completion ends at the model's last position, even if `max_tokens` is larger.
+    sampling. A completion ends at the model's last position, even if `max_tokens` is larger. Where no weights are synced,
+    as in an evaluation without training, it loads weights of its own, even if the config says `shared`.
     """
 
     def __init__(self, config: MegatronGeneratorConfig, context: "RoleContext") -> None:
         model = context.model
+        if context.transport != IN_PLACE:
+            config = evolve(config, weights="own")
         self._vocabulary = model.vocab_size
         self._max_length = context_length(0, context.max_context, model.max_positions) or _ENDLESS
         self._workers: Workers = context.worker_group.spawn(
