@@ -208,6 +208,14 @@ def test_a_generator_that_only_computes_in_place_is_refused_where_it_cannot(back
     assert (plan.way.transport, found) == ("in-place", [])
 
 
+def test_an_adapter_is_not_merged_into_weights_that_are_the_backends_own():
+    lending = evolve(LENDING, adapter=AdapterInfo(rank=4, alpha=4.0))
+    plan, found = plan_of(make_config(), {**FACTS, "backend": lending, "generator": BORROWING}, Machine(8))
+    assert not found
+    assert plan.way.adapter is None
+    assert plan.way.reason.endswith("in the same processes; the adapter is beside them")
+
+
 def test_weights_of_two_forms_travel_another_way():
     facts = {**FACTS, "backend": LENDING, "generator": GeneratorFacts(transports=("in-place", "disk"), in_place="cut")}
     plan, found = plan_of(make_config(), facts, Machine(8))

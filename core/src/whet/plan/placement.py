@@ -199,6 +199,8 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     )
     if same_process and transport not in (IN_PLACE, "shared"):
         where += ", and not both offer shared"
+    if transport == IN_PLACE and roles.backend.adapter and adapter is None:
+        words = "; the adapter is beside them"
     reason = ("as cluster.transport says" if cluster.transport else f"as they are {where}") + words
     if transport == "cuda-ipc":
         return Way(transport, reason, backend.ranks)
