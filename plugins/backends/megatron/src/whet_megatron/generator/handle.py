@@ -95,8 +95,8 @@ class MegatronGenerator:
     `whet.interfaces.generator.Generator`.
 
     Logprobs are of `log_softmax(logits / temperature)` over the whole vocabulary, even if top-p or top-k restricts the
-    sampling. A completion ends at the model's last position, even if `max_tokens` is larger. Where no weights are synced,
-    as in an evaluation without training, it loads weights of its own, even if the config says `shared`.
+    sampling. A completion ends at the model's last position, even if `max_tokens` is larger. Where no weights are
+    synced, as in an evaluation without training, it loads weights of its own, even if the config says `shared`.
     """
 
     def __init__(self, config: MegatronGeneratorConfig, context: "RoleContext") -> None:
