@@ -1,5 +1,6 @@
 """Demos in the packages of plugins, a demo's folder, and what it starts from."""
 
+import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import requires
@@ -90,6 +91,18 @@ def test_everything_that_a_demo_uses_is_required() -> None:
 def test_a_demo_with_wrong_keys_is_refused_by_file_and_key(kit: Kit) -> None:
     with pytest.raises(PluginError, match=r"demos\.toml: \[sums\] must have the keys .*; see: minute, minutes"):
         demos(kit(demo=DEMO.replace("minutes", "minute")))
+
+
+@pytest.mark.parametrize(("line", "layers"), [("", 4), ("layers = 3\n", 3)])
+def test_a_demo_may_state_the_layers_of_its_model(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, layers: int
+) -> None:
+    found = demos(kit(demo=DEMO + line))["sums"]
+    records = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(300)]
+    monkeypatch.setattr("whet_demo.start.resolve", lambda path: lambda count, seed: records)
+    make_start(found, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "start" / "config.json").read_text(encoding="utf-8"))
+    assert config["num_hidden_layers"] == layers
 
 
 @pytest.mark.parametrize("folder", ["tried", "/some/where else", "it's: #1", "a,b"])

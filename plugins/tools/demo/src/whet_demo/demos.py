@@ -8,6 +8,7 @@ A plugin's package may hold `demos.toml`, with a table for each demo:
     folder = "runs/sums"                               # where its recipes look for its model and write their runs
     recipes = ["sums-sft", "sums-grpo"]                # in this order
     minutes = 5                                        # its duration on two CPU cores
+    layers = 3                                         # of the model; 4 where it is left out
 
 The model and the data from which a demo starts are written to `start` below its folder.
 """
@@ -21,6 +22,9 @@ from whet.config.messages import choice_words
 from whet.errors import ConfigError, PluginError
 from whet.plugins.registry import Registry
 from whet_start.recipes import packages
+
+OPTIONAL = "layers"
+"""The key of a demo's table that may be left out."""
 
 
 @frozen
@@ -37,6 +41,8 @@ class Demo:
     minutes: float
     """Its duration on two CPU cores."""
     distribution: str
+    layers: int = 4
+    """Layers of its model."""
 
 
 def demos(registry: Registry) -> dict[str, Demo]:
@@ -45,10 +51,10 @@ def demos(registry: Registry) -> dict[str, Demo]:
     for folder, distribution, _ in packages(registry):
         file = folder / "demos.toml"
         for name, table in (tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}).items():
-            wanted = {field.name for field in fields(Demo)} - {"name", "distribution"}
-            if set(table) != wanted:
-                wrong = ", ".join(sorted(wanted ^ set(table)))
-                raise PluginError(f"{file}: [{name}] must have the keys {', '.join(sorted(wanted))}; see: {wrong}")
+            wanted = {field.name for field in fields(Demo)} - {"name", "distribution", OPTIONAL}
+            if wrong := wanted ^ (set(table) - {OPTIONAL}):
+                keys = f"must have the keys {', '.join(sorted(wanted))}, and may have {OPTIONAL}"
+                raise PluginError(f"{file}: [{name}] {keys}; see: {', '.join(sorted(wrong))}")
             found[name] = Demo(**{**table, "recipes": tuple(table["recipes"])}, name=name, distribution=distribution)
     return dict(sorted(found.items()))
 

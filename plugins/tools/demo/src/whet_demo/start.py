@@ -40,7 +40,9 @@ def make_start(demo: Demo, folder: Path, seed: int = 0) -> None:
     if not has_start(folder / "start"):
         (folder / "start").mkdir(parents=True, exist_ok=True)
         (folder / "start" / SEED).write_text(f"{seed}\n", encoding="utf-8")
-    write_start(folder / "start", given, held_out=HELD_OUT, seed=seed)  # type: ignore[arg-type] # of a plugin
+    write_start(  # what `records` returns is a plugin's
+        folder / "start", given, held_out=HELD_OUT, seed=seed, layers=demo.layers  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _refuse_another_seed(folder: Path, seed: int) -> None:
@@ -59,8 +61,12 @@ def has_start(folder: Path) -> bool:
     return (folder / "validation.jsonl").exists()
 
 
-def write_start(folder: Path, records: Iterable[Mapping[str, Any]], *, held_out: int = 256, seed: int = 0) -> None:
-    """Write what a small run starts from: a random model of 0.9 million parameters, `train.jsonl`, `validation.jsonl`.
+def write_start(
+    folder: Path, records: Iterable[Mapping[str, Any]], *, held_out: int = 256, seed: int = 0, layers: int = 4
+) -> None:
+    """Write what a small run starts from: a random model, `train.jsonl`, `validation.jsonl`.
+
+    The model has 0.2 million parameters in each layer, and 0.05 million in its embedding.
 
     The records are conversations, `{"messages": [...]}`, of which the last `held_out` are for validation. The
     tokenizer is made of the first 3,000. A folder that is complete is left as it is.
@@ -70,7 +76,7 @@ def write_start(folder: Path, records: Iterable[Mapping[str, Any]], *, held_out:
     folder.mkdir(parents=True, exist_ok=True)
     every = list(records)
     corpus = ["".join(m["role"] + "\n" + m["content"] + "\n" for m in record["messages"]) for record in every[:3000]]
-    make_model(folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=seed)
+    make_model(folder, make_tokenizer(corpus), hidden=128, layers=layers, heads=4, kv_heads=4, mlp=384, seed=seed)
     for file, part in (("train.jsonl", every[:-held_out]), ("validation.jsonl", every[-held_out:])):
         partial = folder / f"{file}.partial"
         partial.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
