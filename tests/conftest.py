@@ -61,15 +61,27 @@ def programs() -> Iterator[Programs]:
 
 @pytest.fixture(scope="session")
 def whet(programs: Programs) -> Callable[..., Ended]:
-    """Run `whet` with arguments, in a folder if one is given, by a new start of `python` if that is given."""
+    """Run `whet` with arguments, in a folder if one is given, by a new start of `python` if that is given.
 
-    def run(*arguments: object, folder: Path | None = None, python: Path | None = None, seconds: float = 120) -> Ended:
+    `variables` are added to the environment variables of this process.
+    """
+
+    def run(
+        *arguments: object,
+        folder: Path | None = None,
+        python: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        seconds: float = 120,
+    ) -> Ended:
         words, begin = list(map(str, arguments)), time.monotonic()
+        its = {**os.environ, **(variables or {})}
         if python is None:
-            done = programs.run(COMMAND, words, folder=folder, seconds=seconds)
+            done = programs.run(COMMAND, words, folder=folder, variables=its, seconds=seconds)
         else:
             command = [str(python), "-m", "whet.cli", *words]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=folder, env=its, timeout=seconds, check=False
+            )
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
     return run

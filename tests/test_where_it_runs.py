@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,15 @@ def train(whet) -> Callable[..., Path]:
     return partial(run_ten_steps, whet)
 
 
-def run_ten_steps(whet, folder: Path, model: Path, driver: Path | None = None, **cluster: object) -> Path:
+def run_ten_steps(
+    whet,
+    folder: Path,
+    model: Path,
+    driver: Path | None = None,
+    plugins: Sequence[Path] = (),
+    variables: Mapping[str, str] | None = None,
+    **cluster: object,
+) -> Path:
     config = {
         "run": {"folder": str(folder / "run"), "steps": 10, "seed": 1},
         "model": {"path": str(model)},
@@ -30,12 +38,12 @@ def run_ten_steps(whet, folder: Path, model: Path, driver: Path | None = None, *
         "generator": {"use": "hf"},
         "rollout": {"max_tokens": 8, "temperature": 0.7},
         "environments": [{"use": "even"}],
-        "plugins": [str(Path(__file__).parent / "even_digits.py")],
+        "plugins": [str(Path(__file__).parent / "even_digits.py"), *map(str, plugins)],
         "cluster": {"threads": {"backend": 1, "generator": 1}, **cluster},
         "loggers": [],
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = whet("run", folder / "run.yaml", python=driver, seconds=240)
+    done = whet("run", folder / "run.yaml", python=driver, variables=variables, seconds=240)
     assert done.code == 0, done.errors
     return folder / "run"
 
@@ -62,16 +70,38 @@ def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_fol
     assert not [log for log in (run / "logs").glob("*.log") if "goes on by connections" in log.read_text()]
 
 
+LISTS_TEMPORARY_FOLDER = """
+import os
+import tempfile
+import whet
+
+
+@whet.hookimpl
+def whet_step_finished(step, metrics):
+    with open({path!r}, "a") as file:
+        file.writelines(name + "\\n" for name in os.listdir(tempfile.gettempdir()))
+"""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder of the run's own: other tests start Ray, too. Ray's sockets bear no long path."""
+    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_temporary_folder(
-    tmp_path, tiny_model_folder, inline, train
+    tmp_path, temporary, tiny_model_folder, inline, train
 ):
     pytest.importorskip("ray")
-    before = set(Path(tempfile.gettempdir()).glob("whet-ray-*"))
-    run = train(tmp_path, tiny_model_folder, launcher="ray")
+    plugin, names = tmp_path / "lists_temporary_folder.py", tmp_path / "names"
+    plugin.write_text(LISTS_TEMPORARY_FOLDER.format(path=str(names)))
+    run = train(tmp_path, tiny_model_folder, plugins=[plugin], variables={"TMPDIR": str(temporary)}, launcher="ray")
     assert numbers(run) == numbers(inline)
     assert json.loads((run / "plan.json").read_text())["way"]["transport"] == "shared"
     assert (run / "logs/backend-0.log").is_file()
-    assert not set(Path(tempfile.gettempdir()).glob("whet-ray-*")) - before
+    assert [name for name in names.read_text().splitlines() if name.startswith("whet-ray-")]
+    assert not list(temporary.iterdir())
 
 
 def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
