@@ -222,6 +222,14 @@ def test_tests_may_call_helpers_of_the_prompt_and_several_functions(sandbox: San
     assert graded(sandbox, program, lines, name="", setup="def helper(n): return n + 1").correct
 
 
+def test_annotations_are_evaluated_as_in_a_file_of_their_own(sandbox: Sandbox) -> None:
+    typed = "def square(n: List[int]):\n    return n * n\n"
+    assert graded(sandbox, typed).reason == "it cannot be loaded: NameError: name 'List' is not defined"
+    assert graded(sandbox, f"from typing import List\n{typed}").correct
+    assert "name 'List'" in graded(sandbox, RIGHT, TESTS.replace("candidate)", "candidate: List)")).reason
+    assert "NameError" in graded(sandbox, RIGHT, setup="def helper(n: List): pass").reason
+
+
 def test_errors_of_a_program_reach_tests_that_want_them(sandbox: Sandbox) -> None:
     tests = "def check(candidate):\n  try: candidate(1)\n  except ValueError as error: assert 'small' in str(error)\n  else: assert False"
     assert graded(sandbox, "def square(n): raise ValueError('too small')", tests).correct
