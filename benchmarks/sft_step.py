@@ -2,6 +2,8 @@
 
     nox -s bench                                     among others, three rounds of twelve steps of each
     python benchmarks/sft_step.py --rows 256 512     lengths of TRL's packed rows; the fastest counts
+    python benchmarks/sft_step.py --model FOLDER --records FILE --rows 512 1024
+                                                     the same with a model and records of your own
 
 The figure is time for a token. Both train on the responses alone, and count prompts among the tokens. TRL's trainer
 puts all rows of a batch into one forward pass, whose attention reads every token with every other; so each row has a
@@ -35,9 +37,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 512], help="tokens of a packed row of TRL")
+    parser.add_argument("--model", default=f"{START}/model", help="a model folder that transformers loads")
+    parser.add_argument("--records", type=Path, help="JSON lines with prompt and completion, as texts")
     args = parser.parse_args()
-    prepare()
-    make_records(2 * args.steps * args.tokens // LENGTH)
+    if args.records is None or args.model == parser.get_default("model"):
+        prepare()
+    args.length = LENGTH
+    if args.records is None:
+        args.records = RECORDS
+        make_records(2 * args.steps * args.tokens // LENGTH)
+    else:
+        args.length = mean_length(args)
     ratios = []
     for number in range(1, args.rounds + 1):
         peers = {row: trl(args, row) for row in args.rows}
@@ -71,20 +81,30 @@ def make_records(count: int) -> None:
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
+def mean_length(args: argparse.Namespace) -> int:
+    """Return the mean tokens of the first thousand records."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    records = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()[:1000]]
+    texts = [f"{record['prompt']} {record['completion']}" for record in records]
+    return round(statistics.mean(map(len, tokenizer(texts)["input_ids"])))
+
+
 def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
     """Train with whet; give the metrics of each step, and the seconds until the end of the first."""
     folder, recipe = Path("runs/bench/whet-sft"), Path("runs/bench/sft.yaml")
     shutil.rmtree(folder, ignore_errors=True)
     document = {
         "run": {"folder": str(folder), "steps": args.steps, "export": False},
-        "model": {"path": f"{START}/model"},
-        "algorithm": {"use": "sft", "batch_size": args.tokens // LENGTH},
+        "model": {"path": args.model},
+        "algorithm": {"use": "sft", "batch_size": max(1, args.tokens // args.length)},
         "backend": {
             "use": "fsdp2",
             "optimizer": {"lr": 1.0e-4, "betas": [0.9, 0.99]},
             "schedule": {"warmup_steps": 3},
         },
-        "data": {"train": [{"path": str(RECORDS)}]},
+        "data": {"train": [{"path": str(args.records)}]},
         "cluster": {"threads": {"backend": args.threads}},
         "loggers": [],
     }
@@ -97,7 +117,7 @@ def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
 
 def trl(args: argparse.Namespace, row: int) -> tuple[float, list[float], float]:
     """Train with TRL; give the seconds of a token, the losses, and the seconds until the end of the first step."""
-    words = [f"{START}/model", str(RECORDS), "--steps", str(args.steps), "--threads", str(args.threads)]
+    words = [args.model, str(args.records), "--steps", str(args.steps), "--threads", str(args.threads)]
     words += ["--tokens", str(args.tokens), "--row", str(row)]
     began = time.time()
     told = json.loads(run(sys.executable, str(HERE / "trl_sft.py"), *words).splitlines()[-1])

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--precomputed", action="store_true")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -63,7 +64,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "adam_beta2": 0.99, "max_grad_norm": 1.0,
         "weight_decay": 0.0, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": args.batch,
-        "max_length": 256,
+        "max_length": args.max_length,
     }  # fmt: skip
 
 
