@@ -49,7 +49,7 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
     done = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=280)
     assert done.code == 0, done.errors
     rows = [line.split()[:3] for line in done.output.splitlines()]
-    warm_up = {"arithmetic": "6", "sliding-puzzle": "4"}.get(name, "10")  # of 600, 210 or 300, as 1 is of 100, 48 or 30
+    warm_up = {"arithmetic": "6", "sliding-puzzle": "4"}.get(name, "10")  # of 600, 150 or 200, as 1 is of 100, 36 or 20
     assert ["sft", warm_up, "validation/loss"] in rows
     assert ["grpo", "1", f"evaluation/{name}/reward"] in rows
     assert "it/grpo/plot.png" in done.output
