@@ -68,10 +68,10 @@ def test_only_a_line_of_the_right_form_is_a_preference(text, found):
     "text", [*HOSTILE_ANSWERS.values(), "Score:" * 100_000, "* " * 500_000, "#\t" * 9 + "Score: 1"]
 )
 def test_hostile_text_is_read_in_time(text):
-    begin = time.monotonic()
+    begin = time.process_time()
     assert score(text) is None
     assert preference_in(Reply(text, (), "stop")) is None
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("count", range(9))

@@ -12,6 +12,8 @@ import msgspec
 
 from whet_env_tools.functions import Episode
 
+_FIVE = asyncio.Barrier(5)
+
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: int | None = None) -> dict[str, object]:
     """Return the weather of a city.
@@ -91,6 +93,12 @@ async def waits(seconds: float) -> str:
     """Sleep, and block nothing."""
     await asyncio.sleep(seconds)
     return "waited"
+
+
+async def meets() -> str:
+    """Wait until five calls wait."""
+    await _FIVE.wait()
+    return "met"
 
 
 def eats(mib: int) -> int:
