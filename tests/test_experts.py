@@ -23,7 +23,10 @@ def backend(**experts: object) -> dict:
 TURNS = {"environments": [{"use": "two-turns"}], "plugins": [str(Path(__file__).parent / "two_turns.py")]}
 
 
-@pytest.mark.parametrize("played", [{}, TURNS], ids=["one turn", "two turns"])
+SHARED = {"generator": {"use": "hf", "weights": "shared"}}
+
+
+@pytest.mark.parametrize("played", [{}, TURNS, SHARED], ids=["one turn", "two turns", "shared weights"])
 def test_a_replay_leaves_no_disagreement(tmp_path, small_run, tiny_models, played):
     folder = tiny_models("qwen3_moe")
     experts = backend(replay=True, balance=0.01)
@@ -40,6 +43,22 @@ def test_a_replay_leaves_no_disagreement(tmp_path, small_run, tiny_models, playe
         safe_open(folder / "model.safetensors", "pt") as given,
     ):
         assert set(made.keys()) == set(given.keys())
+
+
+def test_a_replay_leaves_no_disagreement_where_adapters_of_experts_lie_beside_shared_weights(
+    tmp_path, small_run, tiny_models
+):
+    """The sampler computes with the modules of the trainer, and puts the adapters of experts into them for a moment."""
+    lora = {**backend(replay=True), "lora": {"rank": 4, "experts": True}}
+    config = small_run(
+        tmp_path, model={"path": str(tiny_models("qwen3_moe"))}, backend=lora, cluster={"workers": "inline"}, **SHARED
+    )
+    compose.run(config)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["routing/disagreement"] == 0
+        assert row["logprob_gap/max"] < 1e-4
 
 
 @pytest.mark.slow
