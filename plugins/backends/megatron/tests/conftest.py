@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from whet.data.batch import Batch
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerGroup
 from whet.runtime.local import LocalCluster
 from whet_megatron.backend import MegatronBackend
@@ -16,6 +17,7 @@ from whet_megatron.parallel import ParallelConfig
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 from whet_testing.three_steps import grouped_batch, stirred_model
+from whet_training.lora_config import LoraConfig, adapter_info
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 Build = Callable[..., MegatronBackend]
@@ -46,6 +48,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Ca
         return made[key]
 
     return folder
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that returns the tensors that a backend sends to a generator, by name."""
+
+    def sent(
+        backend: MegatronBackend, senders: int = 1, lora: LoraConfig | None = None, weights: str = "policy"
+    ) -> dict[str, Any]:
+        """Return all weights from each of the senders, or the adapter alone from one."""
+        from whet_weights.transfer import receive
+
+        way = tmp_path / f"way-{len(list(tmp_path.iterdir()))}"
+        adapter = None if lora is None else adapter_info(lora)
+        spec = TransferSpec("disk", str(way), "1", 1, "", senders, adapter=adapter, weights=weights)
+        pending = backend.send_weights(spec)
+        found = {name: tensor.clone() for name, tensor in receive(spec)}
+        pending.result()
+        return found
+
+    return sent
 
 
 @pytest.fixture(name="make_batch", scope="session")

@@ -17,7 +17,6 @@ from whet_megatron.parallel import ParallelConfig
 from whet_testing.three_steps import steps_of
 from whet_training.lora_config import LoraConfig, adapter_info
 from whet_training.weight_groups import WeightGroup
-from whet_weights.transfer import receive
 
 peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
 
@@ -144,7 +143,7 @@ SPLITS = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2})]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make_batch, tmp_path, split):
+def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make_batch, sent, tmp_path, split):
     """The adapter in PEFT's hands, the merged export in those of `transformers`, and what generators get."""
     from transformers import AutoModelForCausalLM
 
@@ -168,9 +167,9 @@ def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make
     assert np.abs(plain - ours).max() > 0.05
 
     merged, base, alone = (
-        sent(backend, tmp_path, ParallelConfig(**split[1]).senders),
+        sent(backend, ParallelConfig(**split[1]).senders),
         load_file(folder / "model.safetensors"),
-        sent(backend, tmp_path, lora=lora),
+        sent(backend, lora=lora),
     )
     assert set(merged) == set(base)
     changed = {name for name, tensor in base.items() if not torch.equal(merged[name], tensor)}
@@ -183,19 +182,8 @@ def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def sent(backend, tmp_path, senders=1, lora=None, weights="policy"):
-    """Return what a generator would get: all weights from each of the senders, or an adapter alone from one."""
-    way = tmp_path / f"way-{len(list(tmp_path.iterdir()))}"
-    adapter = None if lora is None else adapter_info(lora)
-    spec = TransferSpec("disk", str(way), "1", 1, "", senders, adapter=adapter, weights=weights)
-    pending = backend.send_weights(spec)
-    found = {name: tensor.clone() for name, tensor in receive(spec)}
-    pending.result()
-    return found
-
-
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, make_batch, tmp_path, split):
+def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, make_batch, sent, tmp_path, split):
     frozen, backend, batch = (
         build("qwen3", *split, **FEW),
         build("qwen3", *split, lora=LORA, reference=True, **FEW),
@@ -213,7 +201,7 @@ def test_without_its_adapter_the_model_is_the_base_bit_for_bit(build, folders, m
     assert np.array_equal(backend.score(batch, ("logprobs",))["logprobs"], after)
     base, tried = (
         load_file(folders("qwen3") / "model.safetensors"),
-        sent(backend, tmp_path, ParallelConfig(**split[1]).senders, weights="trial"),
+        sent(backend, ParallelConfig(**split[1]).senders, weights="trial"),
     )
     for name, tensor in base.items():
         assert torch.equal(tried[name], tensor) == ("proj" not in name), name

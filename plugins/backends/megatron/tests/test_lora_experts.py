@@ -9,12 +9,10 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file
 
-from whet.interfaces.weights import TransferSpec
 from whet_megatron.config import OptimizerConfig
 from whet_megatron.parallel import ParallelConfig
 from whet_testing.three_steps import steps_of
-from whet_training.lora_config import LoraConfig, adapter_info
-from whet_weights.transfer import receive
+from whet_training.lora_config import LoraConfig
 
 pytestmark = pytest.mark.slow
 LORA = LoraConfig(rank=4, alpha=6.0, experts=True)
@@ -24,16 +22,6 @@ FEW = {"micro_batch_tokens": 40, "optimizer": OPTIMIZER, "lora": LORA}
 SPLIT = {"tensor": 2, "sequence": True, "expert_tensor": 2}
 BOTH = {"tensor": 2, "sequence": True, "expert": 2}
 SEEDS = (0, 1, 2)
-
-
-def sent(backend, folder, senders=1, lora=None, weights="policy"):
-    """Return what a generator would get: all weights from each of the senders, or an adapter alone from one."""
-    adapter = None if lora is None else adapter_info(lora)
-    spec = TransferSpec("disk", str(folder), "1", 1, "", senders, adapter=adapter, weights=weights)
-    pending = backend.send_weights(spec)
-    found = {name: tensor.clone() for name, tensor in receive(spec)}
-    pending.result()
-    return found
 
 
 def tensors_of(folder):
@@ -52,7 +40,7 @@ def same(found, expected):
     ids=str,
 )
 def test_what_leaves_a_backend_is_the_model_that_it_trained(
-    build, folders, make_batch, tmp_path, name, ranks, sizes, grouped
+    build, folders, make_batch, sent, tmp_path, name, ranks, sizes, grouped
 ):
     """The merged export, the adapter, and what generators get."""
     backend, batch = build(name, ranks, sizes, grouped_experts=grouped, **FEW), make_batch(0)
@@ -64,16 +52,16 @@ def test_what_leaves_a_backend_is_the_model_that_it_trained(
     np.testing.assert_allclose(plain.score(batch, ("logprobs",))["logprobs"], ours, atol=1e-4)
     assert np.abs(build(name).score(batch, ("logprobs",))["logprobs"] - ours).max() > 0.05
     base, senders = tensors_of(folders(name)), ParallelConfig(**sizes).senders
-    merged = sent(backend, tmp_path / "all", senders)
+    merged = sent(backend, senders)
     same(merged, tensors_of(tmp_path / "merged"))
-    same(sent(backend, tmp_path / "alone", lora=LORA), tensors_of(tmp_path / "saved"))
-    same(sent(backend, tmp_path / "base", senders, weights="base"), base)
+    same(sent(backend, lora=LORA), tensors_of(tmp_path / "saved"))
+    same(sent(backend, senders, weights="base"), base)
     adapted = {one for one in base if "_proj" in one or ".experts." in one}
-    for tensors in (merged, sent(backend, tmp_path / "trial", senders, weights="trial")):
+    for tensors in (merged, sent(backend, senders, weights="trial")):
         assert {one for one, tensor in base.items() if not torch.equal(tensors[one], tensor)} == adapted
 
 
-def test_experts_that_are_split_over_two_axes_are_sent_and_saved_whole(build, make_batch, tmp_path):
+def test_experts_that_are_split_over_two_axes_are_sent_and_saved_whole(build, make_batch, sent, tmp_path):
     sizes = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}
     one, several = build("qwen3_moe", **FEW), build("qwen3_moe", 4, sizes, **FEW)
     steps_of(one, [make_batch(0)])
@@ -82,8 +70,8 @@ def test_experts_that_are_split_over_two_axes_are_sent_and_saved_whole(build, ma
     several.save(tmp_path / "several").result()
     same(tensors_of(tmp_path / "several"), tensors_of(tmp_path / "one"))
     for weights in ("policy", "trial"):
-        found = sent(several, tmp_path / f"several {weights}", ParallelConfig(**sizes).senders, weights=weights)
-        for name, tensor in sent(one, tmp_path / f"one {weights}", weights=weights).items():
+        found = sent(several, ParallelConfig(**sizes).senders, weights=weights)
+        for name, tensor in sent(one, weights=weights).items():
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
     later = [make_batch(seed) for seed in (1, 2)]
     expected = steps_of(one, later)
