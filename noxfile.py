@@ -164,7 +164,7 @@ def support(session: nox.Session, needs: str) -> None:
         install(session, "megatron-core", "pytest-timeout")
         environment, cells = TESTING, [CELLS, f"{CELLS}_with_{needs}"]
     else:
-        environment = install_engine(session, needs, "megatron-core", "pytest-timeout")
+        environment = install_engine(session, needs, "megatron-core", "pytest-timeout", "pytest-xdist")
         environment["WHET_TRAINER_PYTHON"] = trainer(session)
         cells = [f"{CELLS}_with_{needs}"]
     session.run("pytest", *cells, *session.posargs, env={**environment, "WHET_EVERY_CELL": "1"})
