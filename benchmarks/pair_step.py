@@ -8,7 +8,7 @@
                                                        the same with a model and pairs of your own
 
 Without `--pairs` the pairs are short: a sum of 23 tokens, a right answer of 40 tokens, a wrong one of 16. TRL pads both
-to the longest, so it computes 134 tokens a pair and whet 78. Longer prompts and responses of more various lengths
+to the longest, so it computes 134 tokens a pair and whet 79. Longer prompts and responses of more various lengths
 make the difference larger. The script prints the tokens a pair of both.
 
 TRL is set as is fastest for a model this small on a CPU: float32, no gradient checkpointing. With DPO both score each

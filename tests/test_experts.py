@@ -16,6 +16,17 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def rows_of_a_replay(config: Path, folder: Path) -> list[dict]:
+    """Run it, assert that trainer and sampler agree in each step, and return the metrics."""
+    compose.run(config)
+    rows = metrics(folder / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["routing/disagreement"] == 0
+        assert row["logprob_gap/max"] < 1e-4
+    return rows
+
+
 def backend(**experts: object) -> dict:
     return {"use": "fsdp2", "optimizer": {"lr": 1.0e-2}, "experts": experts}
 
@@ -31,12 +42,7 @@ def test_a_replay_leaves_no_disagreement(tmp_path, small_run, tiny_models, playe
     folder = tiny_models("qwen3_moe")
     experts = backend(replay=True, balance=0.01)
     config = small_run(tmp_path, model={"path": str(folder)}, backend=experts, cluster={"workers": "inline"}, **played)
-    compose.run(config)
-    rows = metrics(tmp_path / "run")
-    assert len(rows) == 3
-    for row in rows:
-        assert row["routing/disagreement"] == 0
-        assert row["logprob_gap/max"] < 1e-4
+    for row in rows_of_a_replay(config, tmp_path):
         assert row["experts/load_max"] > 1
     with (
         safe_open(tmp_path / "run/model/model.safetensors", "pt") as made,
@@ -53,12 +59,7 @@ def test_a_replay_leaves_no_disagreement_where_adapters_of_experts_lie_beside_sh
     config = small_run(
         tmp_path, model={"path": str(tiny_models("qwen3_moe"))}, backend=lora, cluster={"workers": "inline"}, **SHARED
     )
-    compose.run(config)
-    rows = metrics(tmp_path / "run")
-    assert len(rows) == 3
-    for row in rows:
-        assert row["routing/disagreement"] == 0
-        assert row["logprob_gap/max"] < 1e-4
+    rows_of_a_replay(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -8,12 +8,8 @@
 A value of a subclass crosses as its plain class: no method of a program's own class ever runs beside the tests.
 """
 
-from __future__ import annotations
-
-TYPE_CHECKING = False  # no import of typing: it takes a fifth of the start of this process
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def packed(value: Any) -> Any:

@@ -3,16 +3,11 @@
 Nothing here is trusted: the program can change it all.
 """
 
-from __future__ import annotations
-
 import json
 import sys
+from typing import Any
 
 from whet_env_code.inside import plain
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 sys.set_int_max_str_digits(0)
 
@@ -34,7 +29,7 @@ def _answer(question: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     if "call" not in question:
         with open("program.py") as file:
             source = file.read()
-        exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+        exec(compile(source, "program.py", "exec"), names)
         return {"value": None}
     arguments = [plain.unpacked(one) for one in question["arguments"]]
     keywords = {name: plain.unpacked(one) for name, one in question["keywords"].items()}

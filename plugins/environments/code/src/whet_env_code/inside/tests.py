@@ -7,19 +7,14 @@
 Each `assert` that runs counts. Without `every` the first that fails ends the tests.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from whet_env_code.inside import plain
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 sys.set_int_max_str_digits(0)
 WORDS = 300
@@ -90,11 +85,11 @@ def main() -> None:
         tree = ast.fix_missing_locations(code.visit(ast.parse(order["tests"])))
         names: dict[str, Any] = {"__name__": "tests"}
         _define(order["before"], names)
-        exec(compile(order["setup"], "setup", "exec", dont_inherit=True), names)
+        exec(compile(order["setup"], "setup", "exec"), names)
         called = [order["name"]] if order["name"] else _undefined(tree, names)
         names.update({name: _stub(name, ask) for name in called}, _tally=tally)
         try:
-            exec(compile(tree, "tests", "exec", dont_inherit=True), names)
+            exec(compile(tree, "tests", "exec"), names)
             if order["check"]:
                 names["check"](names[called[0]])
         except Stop:
@@ -111,7 +106,7 @@ def _define(before: str, names: dict[str, Any]) -> None:
     """Define what stands before the program: helper functions and imports that the tests may use, too."""
     for end in ("", "\n    pass\n"):  # the head of a function may lack a body
         try:
-            code = compile(before + end, "before", "exec", dont_inherit=True)
+            code = compile(before + end, "before", "exec")
         except SyntaxError:
             continue
         exec(code, names)
