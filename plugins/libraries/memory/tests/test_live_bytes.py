@@ -1,6 +1,8 @@
 """Live bytes of tensors without memory, and the peak of a process, against sizes that are known."""
 
 import mmap
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -63,3 +65,17 @@ def test_a_meter_finds_the_peak_of_each_phase_and_nothing_of_mapped_files() -> N
     assert 90 < found["memory/critic.train"] < 140
     assert found["memory/critic.optimizer"] < found["memory/critic.train"] - 80
     assert meter.metrics() == {}, "what was told is not told again"
+
+
+@pytest.mark.gpu
+def test_a_phase_may_be_the_first_use_of_a_gpu() -> None:
+    code = """
+import torch
+from whet_memory.measure import PeakMeter
+meter = PeakMeter(torch.device("cuda:0"), "backend")
+with meter.phase("loading"):
+    torch.ones(64 << 20, device="cuda:0")
+(peak,) = meter.metrics().values()
+assert 0.25 <= peak.number() < 0.3, peak
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -64,6 +64,7 @@ class PeakMeter:
         if self._device.type == "cuda":
             import torch
 
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # PyTorch's statistics begin with its first use of a GPU
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             _begin()
