@@ -30,7 +30,7 @@ TOLERANCES = {"float32": (5e-4, 1e-3), "bfloat16": (5e-2, 0.1)}
 
 
 def relative(found, expected):
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+    return float(((found - expected).norm() / expected.norm().clamp(min=1e-12)).detach())
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -99,8 +99,10 @@ def test_flash_kernels_compute_prompts_and_windows(make, window, heads):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         out = attend_elsewhere(*inputs, plan, 0.125, window, chosen)
         results.append([out, *torch.autograd.grad(out, inputs, upstream.to(dtype))])
+    # A query that sees one key has no gradient: what both compute then is rounding.
+    least = 1e-3 * float(upstream.norm())
     for found, expected in zip(results[1], results[0], strict=True):
-        assert relative(found.float(), expected) < 0.02
+        assert float((found.float() - expected).detach().norm()) < 0.02 * max(float(expected.detach().norm()), least)
 
 
 @pytest.mark.gpu

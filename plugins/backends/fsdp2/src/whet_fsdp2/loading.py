@@ -20,6 +20,7 @@ from whet_fsdp2.norms import hasten_norms
 from whet_fsdp2.ranks import Ranks
 from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
+from whet_fsdp2.sorted_experts import hasten_experts
 from whet_fsdp2.varlen import kernel_for
 from whet_training.layout import Layout
 
@@ -136,6 +137,7 @@ def prepare(
         expected = _plain_outputs(model, batch, head)
         tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
         use_kernels(model, kernels, lambda: _plain_outputs(model, batch, head), expected, tolerance)
+        hasten_experts(model, lambda: _plain_outputs(model, batch, head), expected, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)

@@ -1,0 +1,99 @@
+"""Experts that compute tokens sorted by expert, with a backward pass that gathers instead of accumulating.
+
+`transformers` indexes the tokens to sort them, and back. The gradient of an index is an `index_put` that adds up, since
+autograd does not know that each token is taken as often as it has experts. Here it is known: the gradient of a token is
+the sum over its experts, in the order in which the router chose them. So it is the same on every run.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NAME = "whet_sorted"
+"""The name in the interface of `transformers`."""
+
+
+def hasten_experts(model: Any, outputs: Callable[[], Any], expected: Any, tolerance: float) -> bool:
+    """Let a model's experts use this forward pass, if its `outputs` [N] stay the `expected` ones.
+
+    Models without stacked experts stay as they are, and so do experts that are split over ranks.
+    """
+    experts = [one for one in model.modules() if _fits(one)]
+    if not experts or model.config.get_text_config()._experts_implementation != "grouped_mm":
+        return False
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
+    model.set_experts_implementation(NAME)
+    off = float(np.abs(outputs() - expected).max() / max(1.0, float(np.abs(expected).max())))
+    if off <= tolerance:
+        return True
+    model.set_experts_implementation("grouped_mm")
+    log.warning(
+        "experts of %s compute as transformers does: sorted, its outputs differ by %.2g", type(model).__name__, off
+    )
+    return False
+
+
+def _fits(module: Any) -> bool:
+    """Return whether a module has stacked experts, all of them on this rank, and nothing that is not computed here."""
+    if not hasattr(module, "gate_up_proj") or not hasattr(module, "has_gate"):  # `use_experts_implementation` sets it
+        return False
+    whole = getattr(vars(module).get("forward"), "__name__", "") not in ("tp_forward", "ep_forward")
+    odd = ("has_bias", "has_post_expert_norm", "_is_expert_parallel")
+    return bool(whole and module.has_gate and not any(getattr(module, name, False) for name in odd))
+
+
+def compute_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the experts' outputs [T, H].
+
+    module: has the stacked weights. hidden [T, H]; chosen [T, k]: the experts of each token; weights [T, k].
+    """
+    from transformers.integrations.moe import _grouped_linear
+
+    experts, order = torch.sort(chosen.reshape(-1), stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(module.num_experts, device=order.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    rows = _Sorted.apply(hidden, order // chosen.shape[1], place)  # type: ignore[no-untyped-call]  # torch's own
+    inner = module._apply_gate(_grouped_linear(rows, module.gate_up_proj, ends, is_transposed=module.is_transposed))
+    outer = _grouped_linear(inner, module.down_proj, ends, is_transposed=module.is_transposed)
+    back: Tensor = _Permuted.apply(outer, place, order)  # type: ignore[no-untyped-call]  # torch's own
+    return (back.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class _Sorted(torch.autograd.Function):
+    """Rows of x [T, H], each of them k times: [T k, H]. place [T k]: where the copies of each row are, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        (upstream,) = gradients
+        return upstream.index_select(0, place).view(ctx.count, -1, upstream.shape[-1]).sum(1), None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows of x [N, H] in the order `there` [N]; `back` [N] is the inverse order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradients[0].index_select(0, back), None, None
