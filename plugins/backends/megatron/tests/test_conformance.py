@@ -1,3 +1,6 @@
+import importlib.util
+from typing import Literal
+
 import pytest
 
 from whet.component import BackendFacts
@@ -9,7 +12,9 @@ from whet_testing.contracts.backend import BackendContract
 from whet_testing.contracts.component import MODEL, ComponentContract
 from whet_training.lora_config import LoraConfig
 
-CONFIG = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), reference=True)
+LAYERS: Literal["auto", "test"] = "auto" if importlib.util.find_spec("transformer_engine") else "test"
+"""The layers on a GPU: without Transformer Engine, the plain ones can be tested there."""
+CONFIG = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), reference=True, layers=LAYERS)
 SPLIT = MegatronConfig(
     optimizer=OptimizerConfig(lr=1e-2), reference=True, parallel=ParallelConfig(tensor=2, sequence=True)
 )
@@ -35,7 +40,7 @@ class TestMegatron(BackendContract):
 @pytest.mark.slow
 class TestMegatronWithAnAdapter(TestMegatron):
     adapters = True
-    config = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4))
+    config = MegatronConfig(optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4), layers=LAYERS)
 
 
 @pytest.mark.slow

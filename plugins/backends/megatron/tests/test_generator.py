@@ -1,8 +1,9 @@
 """The generator keeps the contract of generators, with weights of its own."""
 
 import asyncio
+import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from whet_testing.reference import Reference
 from whet_testing.role_context import make_context
 from whet_testing.served import gap
 
-OWN = MegatronGeneratorConfig(weights="own", cache_gib=0.02, max_batch=64)
+LAYERS: Literal["auto", "test"] = "auto" if importlib.util.find_spec("transformer_engine") else "test"
+"""The layers on a GPU: without Transformer Engine, the plain ones can be tested there."""
+OWN = MegatronGeneratorConfig(weights="own", cache_gib=0.02, max_batch=64, layers=LAYERS)
 
 
 class TestOwnWeights(ModelGeneratorContract):

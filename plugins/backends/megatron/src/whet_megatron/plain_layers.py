@@ -77,13 +77,13 @@ class PlainAttention(torch.nn.Module):
         if packed:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         ranks = self._group.size()
-        ends = packed_seq_params.cu_seqlens_q.numpy() if packed else np.array([0, query.shape[0] * ranks])
+        ends = packed_seq_params.cu_seqlens_q.cpu().numpy() if packed else np.array([0, query.shape[0] * ranks])
         held = [zigzag(ends, rank, ranks) for rank in range(ranks)]
         if ranks > 1:
-            order = torch.from_numpy(np.argsort(np.concatenate(held)))
+            order = torch.from_numpy(np.argsort(np.concatenate(held))).to(query.device)
             key, value = (self._gathered(tensor)[order] for tensor in (key, value))
         queries, keys, values = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        places = torch.from_numpy(held[self._group.rank()])
+        places = torch.from_numpy(held[self._group.rank()]).to(query.device)
         found = []
         for begin, end in pairwise(ends.tolist()):  # one by one: a mask over the whole row would cost its square
             own, every = slice(begin // ranks, end // ranks), slice(begin, end)
@@ -91,7 +91,7 @@ class PlainAttention(torch.nn.Module):
                 queries[:, :, own],
                 keys[:, :, every],
                 values[:, :, every],
-                attn_mask=torch.arange(begin, end) <= places[own, None],
+                attn_mask=torch.arange(begin, end, device=query.device) <= places[own, None],
                 scale=self._scale,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
