@@ -41,7 +41,7 @@ def generator_facts(config, model):
 class TrainWorker(BackendWorker):
     def start(self):
         size = self.info.vocab_size
-        self.lr, self._table = self.config.lr, torch.zeros(size, size, requires_grad=True)
+        self.lr, self._table = self.config.lr, torch.zeros(size, size, device=self.device, requires_grad=True)
 
     def outputs(self, batch, names):
         logits = self._table[batch["tokens"].roll(1)]  # row t: what follows token t - 1
@@ -76,7 +76,7 @@ class TrainWorker(BackendWorker):
         save_file({"table": self._table.detach()}, f"{folder}/table.safetensors")
 
     def move(self, device):
-        pass  # a table is on the CPU
+        self._table.data = self._table.data.to(device or self.device)
 
 
 class SampleWorker(SerialWorker):
@@ -94,7 +94,7 @@ class SampleWorker(SerialWorker):
 
     def take(self, spec):
         ((_, table),) = receive(spec, self.rank.rank)
-        self._table = table.numpy().copy()
+        self._table = table.cpu().numpy().copy()
 
     def move(self, device):
         pass

@@ -22,17 +22,15 @@ class TestInThisProcess(ModelGeneratorContract):
         return facts(HfConfig(), MODEL)
 
 
-class TestWithTheModelsOwnCode(ModelGeneratorContract):
+class TestWithTheModelsOwnCode(TestInThisProcess):
     transports = ("disk",)
-    on_weight_update = ("drain", "continue", "abort")
 
     def make(self, context: RoleContext) -> HfGenerator:
         return HfGenerator(HfConfig(decoder="plain"), context)
 
 
-class TestInSmallBatches(ModelGeneratorContract):
+class TestInSmallBatches(TestInThisProcess):
     transports = ("shared-memory",)
-    on_weight_update = ("drain", "continue", "abort")
 
     def make(self, context: RoleContext) -> HfGenerator:
         return HfGenerator(HfConfig(max_batch=3), context)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.component import BackendFacts, Spec
+from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
@@ -62,10 +62,6 @@ class BackendContract(SleepRules, SavingRules):
     def trains(self, name: str) -> bool:
         """Return whether the backend trains the weight of this Hugging Face name. Override it if some are frozen."""
         return True
-
-    def facts(self) -> BackendFacts | None:
-        """Return the facts of the backend that `make` builds. None skips the comparison."""
-        return None
 
     @pytest.fixture
     def fresh(self, tmp_path: Path, tiny_model_folder: Path, groups: WorkerGroups) -> Iterator[Fresh]:

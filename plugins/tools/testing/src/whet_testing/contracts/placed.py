@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.component import BackendFacts, GeneratorFacts
 from whet.interfaces.workers import RoleContext, WorkerGroup, Workers
 from whet.runtime.inline import InlineWorkerGroup
 from whet.runtime.local import LocalCluster
@@ -52,6 +53,13 @@ class Placed:
             yield give
         left = survivors(before, patience_seconds=5.0)
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
+
+    def need_one_gpu(self, facts: BackendFacts | GeneratorFacts | None) -> None:
+        """Skip a rule whose component is built on one rank with a GPU, where it needs more, or does not sleep there."""
+        if self.processes > 1:
+            pytest.skip(f"the config of these tests is for {self.processes} ranks, and this rule is about one GPU")
+        if facts is None or "cuda" not in facts.sleeps:
+            pytest.skip("its facts do not name a sleep on GPUs")
 
     def context(self, folder: Path, role: str, model_folder: Path, groups: WorkerGroups) -> RoleContext:
         """Return the context that `make` gets."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.component import Spec
+from whet.component import BackendFacts, Spec
 from whet.data.batch import Batch
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
@@ -27,6 +27,10 @@ class SleepRules(Placed):
     def make(self, context: RoleContext) -> Backend:
         """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
+
+    def facts(self) -> BackendFacts | None:
+        """Return the facts of the backend that `make` builds. None skips the comparison."""
+        return None
 
     def test_after_sleep_and_wake_it_goes_on_as_before(self, backend: Backend) -> None:
         batch = random_batch(0)
@@ -64,6 +68,7 @@ class SleepRules(Placed):
     def test_on_a_gpu_its_memory_is_free_for_others_while_it_sleeps(self, tmp_path: Path, tiny_tokenizer: Any) -> None:
         import torch
 
+        self.need_one_gpu(self.facts())
         folder = make_model(tmp_path / "model", tiny_tokenizer, hidden=512, layers=4)
         weights, batch = sum(file.stat().st_size for file in folder.glob("*.safetensors")), random_batch(0)
         backend = self.make(self.context(tmp_path / "run", "backend", folder, on_gpu))
