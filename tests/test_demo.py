@@ -49,8 +49,13 @@ def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, mon
     done = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=280)
     assert done.code == 0, done.errors
     rows = [line.split()[:3] for line in done.output.splitlines()]
-    warm_up = {"arithmetic": "6", "sliding-puzzle": "4"}.get(name, "10")  # of 600, 150 or 200, as 1 is of 100, 36 or 20
-    assert ["sft", warm_up, "validation/loss"] in rows
+    warm_up = {
+        "arithmetic": 600 // 100,
+        "calculator": 200 // 20,
+        "sliding-puzzle": 150 // 36,
+        "tiny-functions": 160 // 12,
+    }
+    assert ["sft", str(warm_up[name]), "validation/loss"] in rows
     assert ["grpo", "1", f"evaluation/{name}/reward"] in rows
     assert "it/grpo/plot.png" in done.output
     assert "what to do next:\n  whet report it/grpo\n" in done.output
