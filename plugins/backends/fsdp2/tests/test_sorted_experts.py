@@ -77,16 +77,27 @@ def outputs_of(model):
     return lambda: model(input_ids=torch.arange(9)[None]).logits[0, :, 0].detach().numpy()
 
 
-def test_a_model_that_computes_something_else_is_left_alone(monkeypatch, caplog):
+def failing(*given):
+    raise TypeError("two arguments were wanted")
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (lambda *given: 2 * compute_experts(*given), "its outputs differ by"),
+        (failing, "TypeError: two arguments were wanted"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_left_alone(monkeypatch, caplog, other, problem):
     model = made("qwen3_moe")
     outputs = outputs_of(model)
     expected = outputs()
     assert hasten_experts(model, outputs, expected, 1e-4)
     model.set_experts_implementation("grouped_mm")
-    monkeypatch.setattr(sorted_experts, "compute_experts", lambda *given: 2 * compute_experts(*given))
+    monkeypatch.setattr(sorted_experts, "compute_experts", other)
     with caplog.at_level(logging.WARNING):
         assert not hasten_experts(model, outputs, expected, 1e-4)
-    assert "Qwen3MoeForCausalLM compute as transformers does" in caplog.text
+    assert f"Qwen3MoeForCausalLM compute as transformers does, not sorted: {problem}" in caplog.text
     assert (outputs() == expected).all()
 
 
