@@ -133,11 +133,15 @@ def prepare(
     than a matrix, or if a layout that the config names is not exact for this model.
     """
     batch = _probe(model)
+
+    def difference() -> float:
+        return _differ(_plain_outputs(model, batch, head), expected)
+
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
         tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
-        use_kernels(model, kernels, lambda: _plain_outputs(model, batch, head), expected, tolerance)
-        hasten_experts(model, lambda: _plain_outputs(model, batch, head), expected, tolerance)
+        use_kernels(model, kernels, difference, tolerance)
+        hasten_experts(model, difference, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)

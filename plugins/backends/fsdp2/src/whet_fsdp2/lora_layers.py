@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from whet_fsdp2.sharding import is_wrapped
 from whet_training.lora import Pair
 
 
@@ -131,10 +132,10 @@ def wrap(module: Any, make: Callable[[Any], Any]) -> None:
     Where tensor or expert parallelism of `transformers` has wrapped it, it is replaced inside of the wrapper, which
     prepares the inputs and joins the outputs.
     """
-    outer = vars(module).get("forward")
-    if getattr(outer, "__name__", "") not in ("tp_forward", "ep_forward"):
+    if not is_wrapped(module):
         module.forward = make(module.forward)
         return
+    outer = module.forward
     cells = dict(zip(outer.__code__.co_freevars, outer.__closure__, strict=True))
     if "original_forward" in cells:
         cells["original_forward"].cell_contents = make(cells["original_forward"].cell_contents)

@@ -191,3 +191,8 @@ def kept_in_float32(model: Any) -> set[str]:
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     patterns = [re.compile(rf"(^|\.){part}($|\.)") for part in parts]
     return {name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in patterns)}
+
+
+def is_wrapped(module: Any) -> bool:
+    """Return whether tensor or expert parallelism of `transformers` has wrapped a module's forward pass."""
+    return getattr(vars(module).get("forward"), "__name__", "") in ("tp_forward", "ep_forward")
