@@ -21,16 +21,17 @@ from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
 from whet_megatron.parallel import ParallelConfig
 from whet_testing.batches import random_batch
+from whet_testing.held import held_processes
 from whet_testing.journal import check
 from whet_testing.role_context import make_context
 from whet_testing.runs import numbers
-from whet_testing.scripted_worker import TARGET
 from whet_training.lora_config import LoraConfig
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"),
 ]
+IMPORTS = ("whet_megatron.worker", "whet_megatron.ahead")
 SPLIT = {"use": "megatron", "optimizer": {"lr": 1.0e-3}, "parallel": {"tensor": 2, "sequence": True}}
 ADAPTER = {**SPLIT, "optimizer": {"lr": 1.0e-2}, "lora": {"rank": 4}}
 STAGES = {"use": "megatron", "optimizer": {"lr": 1.0e-3}, "parallel": {"pipeline": 2}}
@@ -91,9 +92,7 @@ def _forked() -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend2", "held2")]) as made:
-        made.worker_group("backend2", 2)
-        made.worker_group("held2", 2).spawn(TARGET, {})
+    with held_processes(tmp_path_factory.mktemp("logs"), {("backend2",): 2}, IMPORTS) as made:
         yield made
 
 

@@ -20,6 +20,7 @@ from whet_fsdp2.config import OptimizerConfig as Fsdp2Optimizer
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
 from whet_megatron.parallel import ParallelConfig
+from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
 from whet_testing.three_steps import LIKELIHOOD, grouped_batch, steps_of
 from whet_training.experts import ExpertsConfig
@@ -30,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"),
 ]
+IMPORTS = ("whet_megatron.worker", "whet_megatron.ahead")
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
 
@@ -107,26 +109,33 @@ LORA = LoraConfig(rank=4, alpha=6.0, experts=True)
 RATES = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Start two and four processes once, for the backends that one test builds."""
+    groups = {tuple(f"backend{number}-of-{ranks}" for number in range(1, 6)): ranks for ranks in (2, 4)}
+    with held_processes(tmp_path_factory.mktemp("logs"), groups, IMPORTS) as made:
+        yield made
+
+
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def build(tmp_path: Path, cluster: LocalCluster) -> Iterator[Callable[..., Any]]:
     """Return a function that builds a backend with adapters of experts: on ranks `megatron`, on none `fsdp2`."""
     built: list[Any] = []
-    with LocalCluster(tmp_path / "logs", share=[("backend1", "backend2", "backend3")]) as cluster:
 
-        def make(model: Path, ranks: int = 0, lora: LoraConfig = LORA, **config: Any) -> Any:
-            role = f"backend{len(built) + 1}"
-            place = cluster.worker_group(role, ranks) if ranks > 1 else None
-            context = make_context(tmp_path / role, "backend", model, place)
-            if ranks:
-                made = MegatronConfig(optimizer=OptimizerConfig(**RATES), lora=lora, **config)
-                built.append(MegatronBackend(made, context))
-            else:
-                built.append(Fsdp2Backend(Fsdp2Config(optimizer=Fsdp2Optimizer(**RATES), lora=lora), context))
-            return built[-1]
+    def make(model: Path, ranks: int = 0, lora: LoraConfig = LORA, **config: Any) -> Any:
+        role = f"backend{len(built) + 1}-of-{ranks}"
+        place = cluster.worker_group(role, ranks) if ranks > 1 else None
+        context = make_context(tmp_path / role, "backend", model, place)
+        if ranks:
+            made = MegatronConfig(optimizer=OptimizerConfig(**RATES), lora=lora, **config)
+            built.append(MegatronBackend(made, context))
+        else:
+            built.append(Fsdp2Backend(Fsdp2Config(optimizer=Fsdp2Optimizer(**RATES), lora=lora), context))
+        return built[-1]
 
-        yield make
-        for backend in built:
-            backend.close()
+    yield make
+    for backend in built:
+        backend.close()
 
 
 def adapter(folder: Path) -> Any:

@@ -56,6 +56,29 @@ def test_roles_that_share_live_in_one_process_and_on_one_thread(tmp_path: Path) 
         assert second.call("add", 1) == [1]
 
 
+KNOT = """
+import weakref
+from pathlib import Path
+
+class Worker:
+    def __init__(self, rank, freed):
+        self.knot = self
+        weakref.finalize(self, Path(freed).touch)
+"""
+
+
+def test_what_a_closed_worker_held_is_freed_for_the_others_of_its_process(tmp_path: Path) -> None:
+    (tmp_path / "knot.py").write_text(KNOT)
+    with LocalCluster(tmp_path / "logs", share=[["backend", "generator"]]) as cluster:
+        backend, generator = cluster.worker_group("backend"), cluster.worker_group("generator")
+        other = generator.spawn(TARGET, {})
+        first = backend.spawn(f"file:{tmp_path / 'knot.py'}:Worker", {"freed": str(tmp_path / "freed")})
+        assert not (tmp_path / "freed").exists()
+        first.close()
+        assert other.call("add", 1) == [1]
+        assert (tmp_path / "freed").exists()
+
+
 def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
         first, second = (

@@ -210,6 +210,9 @@ class WorkerProcess:
         worker = self._workers.pop(slot, None)
         if hasattr(worker, "close"):
             worker.close()
+        del worker
+        if self._workers:  # they need the memory that cycles of the closed one still hold
+            gc.collect()
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
         try:

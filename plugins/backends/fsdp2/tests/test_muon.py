@@ -8,13 +8,12 @@ from safetensors.torch import load_file
 
 from whet.component import Spec
 from whet.errors import CheckpointError, ConfigError, WhetError
-from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, MuonConfig, OptimizerConfig
 from whet_fsdp2.muon import Muon, factor, orthogonal
 from whet_start.small_models import make_model
+from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
-from whet_testing.scripted_worker import TARGET
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")
@@ -139,12 +138,7 @@ def test_a_momentum_that_is_not_finite_is_refused(make_worker, batch, tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Start two processes once. A role that holds them keeps them from test to test: their imports take seconds."""
-    with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend", "holder")]) as made:
-        for role in ("backend", "holder"):
-            made.worker_group(role, 2)
-        made.warm(dict.fromkeys(("backend", "holder"), IMPORTS), ("backend", "holder"))
-        made.worker_group("holder", 2).spawn(TARGET, {})
+    with held_processes(tmp_path_factory.mktemp("logs"), {("backend",): 2}, IMPORTS) as made:
         yield made
 
 

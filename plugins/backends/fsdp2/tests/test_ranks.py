@@ -10,12 +10,11 @@ import torch
 
 from whet.component import Spec, resolve
 from whet.interfaces.workers import WorkerRank
-from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
+from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
-from whet_testing.scripted_worker import TARGET
 from whet_training.experts import ExpertsConfig
 from whet_training.lora_config import LoraConfig
 
@@ -26,12 +25,7 @@ SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Start two processes once. A role that holds them keeps them from test to test: their imports take seconds."""
-    with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend", "holder")]) as made:
-        for role in ("backend", "holder"):
-            made.worker_group(role, 2)
-        made.warm(dict.fromkeys(("backend", "holder"), IMPORTS), ("backend", "holder"))
-        made.worker_group("holder", 2).spawn(TARGET, {})
+    with held_processes(tmp_path_factory.mktemp("logs"), {("backend",): 2}, IMPORTS) as made:
         yield made
 
 

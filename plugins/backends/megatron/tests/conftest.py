@@ -11,14 +11,16 @@ from whet.data.batch import Batch
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerGroup
 from whet.runtime.local import LocalCluster
+from whet.runtime.worker_process import import_ahead
 from whet_megatron.backend import MegatronBackend
 from whet_megatron.config import MegatronConfig, OptimizerConfig
 from whet_megatron.parallel import ParallelConfig
+from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
-from whet_testing.scripted_worker import TARGET
 from whet_testing.three_steps import grouped_batch, stirred_model
 from whet_training.lora_config import LoraConfig, adapter_info
 
+IMPORTS = ("whet_megatron.worker", "whet_megatron.ahead")
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 Build = Callable[..., MegatronBackend]
 WITHOUT = ("test_config.py", "test_generator_config.py", "TestPlugin", "test_fp8.py::test_")
@@ -34,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         runs = any(word in item.nodeid for word in WITHOUT) and "forkable_imports" not in item.nodeid
         if str(item.path).startswith(here) and not runs:
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported() -> None:
+    """Import Megatron as a worker does: each backend that begins looks for garbage, and modules are none."""
+    if importlib.util.find_spec("megatron") is not None:
+        import_ahead(list(IMPORTS))
 
 
 @pytest.fixture(scope="session")
@@ -78,23 +87,15 @@ def _make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Start two and four processes once: their imports take seconds. Holders keep them from test to test."""
-    share = [("backend2", "held2"), ("backend4", "held4")]
-    with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as made:
+    groups = {("backend2",): 2, ("backend4",): 4}
+    with held_processes(tmp_path_factory.mktemp("logs"), groups, IMPORTS) as made:
         yield made
 
 
 @pytest.fixture
 def place(cluster: LocalCluster) -> Callable[[int], WorkerGroup]:
     """Return a function that returns a place on so many processes."""
-
-    def give(ranks: int) -> WorkerGroup:
-        given = cluster.worker_group(f"backend{ranks}", ranks)
-        if f"held{ranks}" not in holders(cluster):
-            holders(cluster)[f"held{ranks}"] = cluster.worker_group(f"held{ranks}", ranks).spawn(TARGET, {})
-        return given
-
-    return give
+    return lambda ranks: cluster.worker_group(f"backend{ranks}", ranks)
 
 
 @pytest.fixture
@@ -115,11 +116,3 @@ def build(place: Callable[[int], WorkerGroup], folders: Callable[..., Path], tmp
     yield make
     for backend in built:
         backend.close()
-
-
-_HOLDERS: dict[int, dict[str, Any]] = {}
-
-
-def holders(cluster: LocalCluster) -> dict[str, Any]:
-    """Return the workers that keep the processes of a cluster."""
-    return _HOLDERS.setdefault(id(cluster), {})

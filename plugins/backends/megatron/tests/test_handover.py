@@ -47,7 +47,7 @@ def received(backend, spec):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "sizes"), LAYOUTS, ids=str)
 def test_sent_and_exported_weights_are_bitwise_those_of_the_folder(build, folders, tmp_path, name, ranks, sizes):
-    """Row parallel weights are split by columns, which are not contiguous: collectives of gloo would scramble them."""
+    """Row parallel weights are split by columns: the part of a rank is not contiguous in the stored weight."""
     folder = folders(name, layers=4) if "virtual" in sizes else folders(name)
     backend, senders = build(folder, ranks, sizes), ParallelConfig(**sizes).senders
     expected = weights_of(folder)

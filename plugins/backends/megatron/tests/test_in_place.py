@@ -18,11 +18,12 @@ from whet_megatron.config import MegatronConfig, OptimizerConfig
 from whet_megatron.generator.config import MegatronGeneratorConfig, SplitConfig
 from whet_megatron.generator.handle import MegatronGenerator
 from whet_megatron.parallel import ParallelConfig
+from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
-from whet_testing.scripted_worker import TARGET
 from whet_testing.three_steps import LIKELIHOOD
 from whet_training.lora_config import LoraConfig
 
+IMPORTS = ("whet_megatron.worker", "whet_megatron.generator.worker", "whet_megatron.ahead")
 SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("qwen3", {"tensor": 2, "sequence": True}),
     "pipeline": ("qwen3", {"pipeline": 2}),
@@ -105,8 +106,7 @@ def batch_of(found: list[tuple[Request, Completion]]) -> Batch:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend", "generator", "held")]) as made:
-        made.worker_group("held", 2).spawn(TARGET, {})
+    with held_processes(tmp_path_factory.mktemp("logs"), {("backend", "generator"): 2}, IMPORTS) as made:
         yield made
 
 

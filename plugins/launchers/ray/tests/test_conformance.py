@@ -1,6 +1,6 @@
 """The contract of a launcher, through the entry point by which core finds it."""
 
-import importlib
+import importlib.metadata
 import inspect
 import sys
 
@@ -42,6 +42,16 @@ def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> N
     head, _ = launching("ray").examine(ClusterSection("ray", "127.0.0.1:1"))
     assert head.status == "fail"
     assert "nobody answers at 127.0.0.1:1" in head.found
+
+
+def test_a_doctor_is_told_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    (found,) = launching("ray").examine(ClusterSection("ray", "local"))
+    assert (found.status, found.change) == ("fail", "pip install ray")
+    assert "ray, which whet-ray needs, is not installed" in found.found
 
 
 def test_paths_of_before_still_lead_to_it() -> None:

@@ -26,7 +26,10 @@ class RayLaunching:
         """Return which Ray is installed, and whether the head of the cluster answers that the run joins."""
         if section is not None and (address := address_to_join(section)):
             yield _head(address)
-        yield Finding("ok", metadata.version("ray"))
+        try:
+            yield Finding("ok", metadata.version("ray"))
+        except metadata.PackageNotFoundError:  # the plugin was installed without its requirements
+            yield Finding("fail", "the package ray, which whet-ray needs, is not installed", "pip install ray")
 
     def cluster(
         self,

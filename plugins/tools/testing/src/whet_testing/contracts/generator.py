@@ -253,7 +253,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
     def test_on_a_gpu_its_memory_is_free_for_others_while_it_sleeps(self, tmp_path: Path, tiny_tokenizer: Any) -> None:
         import torch
 
-        self.need_one_gpu(self.facts())
+        self.need_one_gpu()
 
         models = [make_model(tmp_path / f"m{s}", tiny_tokenizer, hidden=512, layers=4, seed=s) for s in range(2)]
         own, other = map(Reference, models)

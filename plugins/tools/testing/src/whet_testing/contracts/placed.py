@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.component import BackendFacts, GeneratorFacts
-from whet.interfaces.workers import RoleContext, WorkerGroup, Workers
+from whet.component import WorkerFacts
+from whet.interfaces.workers import RoleContext, WorkerGroup
 from whet.runtime.inline import InlineWorkerGroup
 from whet.runtime.local import LocalCluster
 from whet_testing.processes import descendants, survivors
@@ -39,25 +39,37 @@ class Placed:
         if not cls.processes:
             yield InlineWorkerGroup
             return
-        before = descendants()
+        before, facts = descendants(), cls().facts()
         share = [(role, f"{role}-holder") for role in cls.held]
         with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as cluster:
-            holders: dict[str, Workers] = {}
+            begun: set[str] = set()
 
             def give(role: str) -> WorkerGroup:
                 given = cluster.worker_group(role, size=cls.processes)
-                if role in cls.held and role not in holders:
-                    holders[role] = cluster.worker_group(f"{role}-holder", size=cls.processes).spawn(TARGET, {})
+                if role in begun:
+                    return given
+                begun.add(role)
+                holders = [cluster.worker_group(f"{role}-holder", size=cls.processes)] if role in cls.held else []
+                if facts is not None:  # as in a run, they import while other things are prepared
+                    roles = [role, *(holder.role for holder in holders)]
+                    cluster.warm(dict.fromkeys(roles, facts.imports), roles if facts.forkable else ())
+                for holder in holders:
+                    holder.spawn(TARGET, {})
                 return given
 
             yield give
         left = survivors(before, patience_seconds=5.0)
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
-    def need_one_gpu(self, facts: BackendFacts | GeneratorFacts | None) -> None:
+    def facts(self) -> WorkerFacts | None:
+        """Return the facts of what is tested. None skips the rules about them."""
+        return None
+
+    def need_one_gpu(self) -> None:
         """Skip a rule whose component is built on one rank with a GPU, where it needs more, or does not sleep there."""
         if self.processes > 1:
             pytest.skip(f"the config of these tests is for {self.processes} ranks, and this rule is about one GPU")
+        facts = self.facts()
         if facts is None or "cuda" not in facts.sleeps:
             pytest.skip("its facts do not name a sleep on GPUs")
 

@@ -68,7 +68,7 @@ class SleepRules(Placed):
     def test_on_a_gpu_its_memory_is_free_for_others_while_it_sleeps(self, tmp_path: Path, tiny_tokenizer: Any) -> None:
         import torch
 
-        self.need_one_gpu(self.facts())
+        self.need_one_gpu()
         folder = make_model(tmp_path / "model", tiny_tokenizer, hidden=512, layers=4)
         weights, batch = sum(file.stat().st_size for file in folder.glob("*.safetensors")), random_batch(0)
         backend = self.make(self.context(tmp_path / "run", "backend", folder, on_gpu))
