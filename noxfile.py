@@ -141,7 +141,7 @@ def backends(session: nox.Session, backend: str) -> None:
     install(session, "megatron-core", "peft", "pytest-timeout", "pytest-xdist")
     whole = [f"tests/test_{backend}{part}.py" for part in ("", "_experts", "_runs")]
     tests = (f"plugins/backends/{backend}", *whole, f"tests/test_recipes.py::{ALIKE}", f"{CELLS}_with_{backend}")
-    session.run("pytest", "-n", "3", FAIL_AT_ONCE, *tests, *session.posargs, env=TESTING)
+    session.run("pytest", "-n", "2", FAIL_AT_ONCE, *tests, *session.posargs, env=TESTING)
 
 
 def trainer(session: nox.Session) -> str:

@@ -69,7 +69,6 @@ def test_shared_weights_of_several_ranks_or_of_another_dtype_are_refused(tiny_mo
         ({"gpus": {"backend": 4}}, "generator.weights", "the backend has 4 ranks"),
         ({"staleness": 1}, "generator.weights", "weights change under requests; set rollout.max_staleness: 0"),
         ({"content": "merged"}, "weight_sync.content", "cannot be merged into weights that are the trainer's"),
-        ({"prefix_caching": True}, "generator.prefix_caching", "the model's own code decodes"),
     ],
     ids=str,
 )

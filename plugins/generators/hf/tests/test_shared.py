@@ -1,14 +1,19 @@
 """Modules around tensors of somebody else, and an adapter beside them."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from whet.errors import ConfigError, WhetError
-from whet_hf.loading import load_model
+from whet_hf.fused import FusedDecoder
+from whet_hf.loading import choose_decoder, load_model
 from whet_hf.shared import Adapter, model_around
 from whet_weights import adapter as peft
 
@@ -65,6 +70,63 @@ def test_an_adapter_beside_the_weights_computes_what_it_does_when_merged(pair: t
     for name, weight in weights.items():
         weight.copy_(before[name])
     assert torch.equal(around(input_ids=TOKENS).logits, base)
+
+
+@torch.inference_mode()
+def decoded(decoder: Any) -> Tensor:
+    """Return the logits of two prompts and two more tokens of each."""
+    session = decoder.begin([TOKENS[0, :5], TOKENS[0, :9]], torch.tensor([0, 1, 1]), room=3)
+    found = [session.logits]
+    for token in (5, 7):
+        session.step(torch.full((3,), token))
+        found.append(session.logits)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_the_fused_decoder_computes_in_place_and_with_an_adapter(
+    tiny_models: Callable[..., Path], tmp_path: Path, family: str, bias: bool
+) -> None:
+    folder = tiny_models(family, tied=family == "llama")
+    if bias:  # of all linears of the attention, where the family can have them
+        folder = shutil.copytree(folder, tmp_path / "model")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "attention_bias": family == "llama"}))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight)
+        model.save_pretrained(folder)
+    lender = load_model(str(folder), "float32", "cpu", False)
+    model = model_around(named(lender), str(folder), "float32", "cpu", False)
+    places = {name: tensor.data_ptr() for name, tensor in named(model).items()}
+    fused = choose_decoder(model, fused=True, joined=False)
+    assert isinstance(fused, FusedDecoder)
+    plain, draw, pairs = choose_decoder(model, fused=False), torch.Generator().manual_seed(0), {}
+    base = decoded(plain)
+    torch.testing.assert_close(decoded(fused), base, atol=1e-4, rtol=1e-4)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and (".layers." in name or name == "lm_head.weight"):
+            out, size = weight.shape
+            pairs[name] = 0.1 * torch.randn(3, size, generator=draw), 0.1 * torch.randn(out, 3, generator=draw)
+    adapter = Adapter(model)
+    for scaling in (1.0, 1.7):
+        adapter.use(pairs, scaling)
+        fused.refresh()
+        found = decoded(fused)
+        assert (found - base).abs().max() > 0.01
+        torch.testing.assert_close(found, decoded(plain), atol=1e-4, rtol=1e-4)
+    adapter.use({}, 1.0)
+    fused.refresh()
+    torch.testing.assert_close(decoded(fused), base, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        for weight in lender.parameters():
+            weight.mul_(1.1)
+    fused.refresh()
+    torch.testing.assert_close(decoded(fused), decoded(plain), atol=1e-4, rtol=1e-4)
+    assert (decoded(plain) - base).abs().max() > 0.01
+    assert {name: tensor.data_ptr() for name, tensor in named(model).items()} == places
 
 
 def test_after_an_error_in_a_layer_its_own_weights_are_back(tiny_models: Callable[..., Path]) -> None:

@@ -374,7 +374,7 @@ def test_asleep_it_keeps_neither_cache_nor_weights(worker: Worker, requests_of: 
     given = worker.sleep()
     assert not worker._decoder._buffers  # type: ignore[attr-defined]
     assert cache < given <= cache + weights
-    fused = worker._decoder.layers[0].gate_up  # type: ignore[attr-defined]
+    fused = worker._decoder.layers[0].gate_up.weights[0]  # type: ignore[attr-defined]
     assert (fused == 0).float().mean() > 0.5, "its pages were given back, and are read as zeros"
     worker.wake()
     assert fused.all()

@@ -30,9 +30,6 @@ def checked(config: Config) -> Iterator[Problem]:
     if config.weight_sync.content == "merged":
         words = "is merged, and an adapter cannot be merged into weights that are the trainer's; set it to auto"
         yield Problem("weight_sync.content", f"{words}, {_OWN}")
-    if generator.prefix_caching:
-        words = "is true, and with weights: shared the model's own code decodes, which keeps no ended sequences"
-        yield Problem("generator.prefix_caching", f"{words}; set it to false, {_OWN}")
 
 
 def _ranks(config: Config, role: str) -> int:

@@ -22,7 +22,7 @@ class HfConfig:
     weights: Literal["own", "shared"] = "own"
     """`own`: a copy of the model, to which weight syncs bring new weights or an adapter. `shared`: those of the backend
     in the same process, in place, so that there is one copy and a weight sync copies an adapter at most. Backend and
-    generator must have one rank each, on one device, and the model's own code decodes."""
+    generator must have one rank each, on one device."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Dtype of the weights and the forward pass. `model`: the value of `model.dtype`."""
     decoder: Literal["auto", "plain"] = "auto"

@@ -1,20 +1,20 @@
 """A decoder for models of the Llama shape (Llama, Mistral, Qwen2, Qwen3), more than twice as fast as their own code.
 
-Matrices with the same input are joined into one, the cache is written in place, and all layers run as one function. The
-joined matrices are the storage of the model's own parameters. So new weights that are written into the model are used
-here, too, and no memory is needed twice.
+The cache is written in place, and all layers run as one function. Matrices with the same input are joined into one,
+unless they are in memory of somebody else. The joined matrices are the storage of the model's own parameters. So new
+weights that are written into the model are used here, too, and no memory is needed twice.
 """
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from whet.data.records import IntArray
-from whet_hf.layers import Cache, Layer, Shape, compiled
+from whet_hf.layers import ADAPTER, Cache, Layer, Linears, Shape, compiled, project
 from whet_hf.prefixes import Prefixes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -45,9 +45,9 @@ def unsupported(config: Any) -> str:
 class FusedDecoder:
     """Decodes with the weights of a `transformers` model whose config is not `unsupported`."""
 
-    def __init__(self, model: Any, cache_bytes: int = 0) -> None:
+    def __init__(self, model: Any, cache_bytes: int = 0, *, joined: bool = True) -> None:
         """Take the model. `cache_bytes`: keys and values of running and ended sequences together, at most, as far as
-        ended ones are kept; 0: none is.
+        ended ones are kept; 0: none is. `joined`: the parameters may move to other memory.
         """
         config, self.model = model.config, model
         self._cache_bytes, self.prefixes = cache_bytes, Prefixes(cache_bytes)
@@ -58,7 +58,7 @@ class FusedDecoder:
         # On a CPU attention in bfloat16 is several times slower than in float32.
         self.cache_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.run_layers = compiled()
-        self._fused = [_fuse(layer) for layer in model.model.layers]
+        self._sharing = [_sharing(layer, joined) for layer in model.model.layers]
         self._tables = torch.empty(0, 2, head_dim)
         self._buffers: dict[int, Tensor] = {}
         self._growing = threading.Lock()
@@ -70,15 +70,15 @@ class FusedDecoder:
         return int(self.model.lm_head.weight.shape[0])
 
     def refresh(self) -> None:
-        """Copy the norm scales of the heads, the only weights that do not share the model's own storage.
+        """Find the adapters, and copy the norm scales of the heads, the only weights that are not the model's storage.
 
         Keys and values of the old weights are forgotten.
         """
         self.prefixes.clear()
         self.layers = [
-            fused._replace(head_norm=self._head_norm(layer.self_attn))
-            for fused, layer in zip(self._fused, self.model.model.layers, strict=True)
+            self._layer(layer, *sharing) for layer, sharing in zip(self.model.model.layers, self._sharing, strict=True)
         ]
+        self._head = _linears(self.model.lm_head)
 
     def free(self) -> int:
         """Free the memory of the cache. Returns the number of bytes."""
@@ -125,7 +125,18 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits. hidden [B, H] -> [B, V]."""
         final = F.rms_norm(hidden, hidden.shape[-1:], self.model.model.norm.weight, self.shape.epsilon)
-        return F.linear(final, self.model.lm_head.weight)
+        return project(final, self._head)
+
+    def _layer(self, layer: Any, qkv: Sequence[Any], gate_up: Sequence[Any]) -> Layer:
+        return Layer(
+            input_norm=layer.input_layernorm.weight,
+            qkv=_linears(*qkv),
+            head_norm=self._head_norm(layer.self_attn),
+            out=_linears(layer.self_attn.o_proj),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=_linears(*gate_up),
+            down=_linears(layer.mlp.down_proj),
+        )
 
     def _head_norm(self, attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
@@ -134,29 +145,33 @@ class FusedDecoder:
         return torch.cat([query.expand(self.shape.heads, -1), key.expand(self.shape.kv_heads, -1)])
 
 
-def _fuse(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
-    return Layer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        head_norm=None,
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+class _Joined(NamedTuple):
+    """Linear modules of one input as a single one."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _linears(*modules: Any) -> Linears:
+    """Return what linear modules compute now. All have the same input."""
+    return Linears(
+        [module.weight for module in modules],
+        [module.bias for module in modules],
+        [getattr(module, ADAPTER, None) for module in modules],
     )
 
 
-def _joined(*linears: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the joined weights and biases, and make the parameters of the linears views of them."""
+def _sharing(layer: Any, joined: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the modules of a layer that share an input, as one module if they may be joined."""
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return ([_join(*qkv)], [_join(*gate_up)]) if joined else (qkv, gate_up)
+
+
+def _join(*linears: Any) -> _Joined:
+    """Join weights and biases, and make the parameters of the linears views of them."""
     biased = linears[0].bias is not None
-    return _views([x.weight for x in linears]), _views([x.bias for x in linears]) if biased else None
+    return _Joined(_views([x.weight for x in linears]), _views([x.bias for x in linears]) if biased else None)
 
 
 def _views(parameters: list[Tensor]) -> Tensor:

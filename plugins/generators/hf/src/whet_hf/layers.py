@@ -13,22 +13,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ADAPTER = "whet_adapter"
+"""The attribute of a linear module that holds A [r, in] and s B [out, r] of an adapter beside its weight."""
+
+
+class Linears(NamedTuple):
+    """Linear maps of one input. Their outputs are joined, in this order."""
+
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    adapters: list[tuple[Tensor, Tensor] | None]
+    """A [r, in] and s B [out, r]: they add s B A x to the output."""
+
 
 class Layer(NamedTuple):
-    """The weights of one layer. `qkv` holds the heads of queries, then of keys, then of values."""
+    """The weights of one layer. `qkv` gives the heads of queries, then of keys, then of values."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linears
     head_norm: Tensor | None
     """Scales of the norms of queries and keys [heads + kv_heads, head_dim]."""
-    out: Tensor
-    out_bias: Tensor | None
+    out: Linears
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linears
+    down: Linears
 
 
 class Shape(NamedTuple):
@@ -72,7 +80,7 @@ def run_layers(hidden: Tensor, cos: Tensor, sin: Tensor, layers: list[Layer], ca
     """
     rotated = shape.heads + shape.kv_heads
     for i, layer in enumerate(layers):
-        x = F.linear(norm(hidden, layer.input_norm, shape.epsilon), layer.qkv, layer.qkv_bias)
+        x = project(norm(hidden, layer.input_norm, shape.epsilon), layer.qkv)
         x = x.view(-1, rotated + shape.kv_heads, shape.head_dim)
         qk = x[:, :rotated]
         head_norm = layer.head_norm
@@ -84,11 +92,23 @@ def run_layers(hidden: Tensor, cos: Tensor, sin: Tensor, layers: list[Layer], ca
             mixed = attend_to_cache(queries, keys, values, cache.keys[i], cache.values[i], cache)
         else:
             mixed = attend_to_prompt(queries, keys, values, cache.keys[i], cache.values[i], cache)
-        hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
-        y = F.linear(norm(hidden, layer.mlp_norm, shape.epsilon), layer.gate_up, layer.gate_up_bias)
+        hidden = hidden + project(mixed, layer.out)
+        y = project(norm(hidden, layer.mlp_norm, shape.epsilon), layer.gate_up)
         half = y.shape[1] // 2
-        hidden = hidden + F.linear(F.silu(y[:, :half]).mul_(y[:, half:]), layer.down, layer.down_bias)
+        hidden = hidden + project(F.silu(y[:, :half]).mul_(y[:, half:]), layer.down)
     return hidden
+
+
+def project(x: Tensor, maps: Linears) -> Tensor:
+    """Return the joined outputs of linear maps. x [N, in] -> [N, sum of out]."""
+    outputs: list[Tensor] = []
+    for i, weight in enumerate(maps.weights):
+        y = F.linear(x, weight, maps.biases[i])
+        adapter = maps.adapters[i]
+        if adapter is not None:
+            y = y + F.linear(F.linear(x, adapter[0]), adapter[1])
+        outputs.append(y)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def attend_to_cache(

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.weights import TransferSpec
+from whet_hf.layers import ADAPTER
 from whet_weights import lent
 from whet_weights.offload import trim
 
@@ -70,7 +71,7 @@ class SharedWeights:
 
 
 class Adapter:
-    """An adapter beside the weights of a model, by hooks on its modules."""
+    """An adapter beside the weights of a model, by hooks on its modules. The fused decoder reads those of linears."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -84,6 +85,8 @@ class Adapter:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for each in self._model.modules():
+            vars(each).pop(ADAPTER, None)
         for name, (a, b) in pairs.items():
             module, _, own = name.rpartition(".")
             target = self._model.get_submodule(module)
@@ -91,7 +94,8 @@ class Adapter:
             first = a.detach().to(weight.device, weight.dtype, copy=True)
             if weight.ndim == 2:
                 scaled = (b.detach() * scaling).to(weight.device, weight.dtype)
-                self._hooks.append(target.register_forward_hook(partial(_add, first, scaled)))
+                setattr(target, ADAPTER, (first, scaled))
+                self._hooks.append(target.register_forward_hook(_add))
             else:
                 second = b.detach().to(weight.device, weight.dtype, copy=True)
                 if getattr(target, "is_transposed", False):
@@ -101,7 +105,8 @@ class Adapter:
                 self._hooks.append(target.register_forward_hook(partial(_restore, own), always_call=True))
 
 
-def _add(a: Tensor, b: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    a, b = vars(module)[ADAPTER]
     return output + F.linear(F.linear(inputs[0], a), b)
 
 

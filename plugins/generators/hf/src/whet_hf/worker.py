@@ -24,6 +24,7 @@ from whet_generation.stopping import StopStrings
 from whet_hf.decode import Aborts, Job, Report, decode
 from whet_hf.loading import choose_decoder, load_model
 from whet_hf.own import OwnWeights
+from whet_hf.plain import PlainDecoder
 from whet_hf.shared import SharedWeights
 from whet_hf.swap import Weights
 from whet_ops.routing import COLUMN
@@ -84,8 +85,7 @@ class Worker:
         model = self._model
         limit = most_cache_bytes(model, cache_bytes, max_batch) if prefix_caching else 0
         try:
-            # The fused decoder joins matrices, which would move those of a trainer to other memory.
-            self._decoder = choose_decoder(model, fused=fused and not shared, experts=experts, cache_bytes=limit)
+            self._decoder = choose_decoder(model, fused=fused, joined=not shared, experts=experts, cache_bytes=limit)
         except BaseException:
             self._held.close()
             raise
@@ -101,7 +101,8 @@ class Worker:
         """Sends the tokens of the running batch; None: no request of it wants them."""
         self._busy = threading.Lock()
         # Threads cannot share modules that record experts, or into which the weights of experts are put for a moment.
-        small = not experts and not shared and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
+        placed = shared and isinstance(self._decoder, PlainDecoder)
+        small = not experts and not placed and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
