@@ -9,6 +9,7 @@ from whet.component import Spec
 from whet.data.batch import from_sequences
 from whet.data.records import Request, Sampling
 from whet.interfaces.weights import IN_PLACE, TransferSpec
+from whet.runtime.inline import InlineWorkerGroup
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_hf.config import HfConfig
@@ -21,15 +22,17 @@ TEMPERATURE = 0.7
 class Pair:
     """A backend `fsdp2` and a generator `hf` with its weights."""
 
-    def __init__(self, folder, model, *, asleep=False, dtype="float32", **section):
-        """`asleep`: the generator starts while the backend sleeps."""
+    def __init__(self, folder, model, *, asleep=False, dtype="float32", threads=1, prefix_caching=False, **section):
+        """`asleep`: the generator starts while the backend sleeps. `threads`: those of the generator."""
         config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), **section)
         self.generator, self._sessions = None, 0
         self.backend = Fsdp2Backend(config, make_context(folder / "backend", "backend", model, dtype=dtype))
         self.released = self.backend.sleep() if asleep else 0
-        context = make_context(folder / "generator", "generator", model, dtype=dtype, transport=IN_PLACE)
+        group = InlineWorkerGroup("generator", threads=threads)
+        context = make_context(folder / "generator", "generator", model, group, dtype=dtype, transport=IN_PLACE)
+        shared = HfConfig(weights="shared", prefix_caching=prefix_caching)
         try:
-            self.generator = HfGenerator(HfConfig(weights="shared"), evolve(context, adapter=self.adapter))
+            self.generator = HfGenerator(shared, evolve(context, adapter=self.adapter))
         except BaseException:
             self.close()
             raise
@@ -64,9 +67,9 @@ class Pair:
         for end in (self.backend.send_weights(spec), self.generator.receive_weights(spec, version)):
             end.result()
 
-    def ask(self, count=5, most=12):
-        """Return requests of several lengths with their completions."""
-        prompts = [np.arange(5, 8 + 3 * i) for i in range(count)]
+    def ask(self, count=5, most=12, prompts=()):
+        """Return requests with their completions: of several lengths, unless prompts are given."""
+        prompts = prompts or [np.arange(5, 8 + 3 * (i % 5)) for i in range(count)]
         requests = [Request(f"r{i}", prompt, Sampling(most, TEMPERATURE), seed=i) for i, prompt in enumerate(prompts)]
 
         async def together():

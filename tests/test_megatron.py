@@ -87,7 +87,7 @@ def built(cluster: LocalCluster, folder: Path, model: Path, role: str, sizes: di
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked() -> None:
-    """Start worker processes, not as forks: a process in which Megatron has run before would break them."""
+    """Do not fork workers from this process: Megatron may have run in it."""
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked() -> None:
-    """Start worker processes, not as forks: a process in which Megatron has run before would break them."""
+    """Do not fork workers from this process: Megatron may have run in it."""
 
 
 def recorded(seed: int) -> Any:

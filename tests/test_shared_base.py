@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,37 @@ def test_while_the_backend_sleeps_the_weights_stay_and_the_optimizer_goes(pair, 
     one.generator.wake()
     assert places(one.sampler._model) == held
     assert one.gap(one.ask()) < 1e-4
+
+
+@pytest.mark.parametrize("section", [{"lora": ADAPTERS}, {}], ids=["an adapter", "all weights"])
+def test_a_turn_after_a_step_is_computed_with_the_new_weights(pair, section):
+    one = pair(prefix_caching=True, **section)
+    one.sync(0)
+    turns = one.ask()
+    for version in (1, 2):
+        longer = [np.concatenate([request.tokens, done.tokens, [9, 11]]) for request, done in turns]
+        known = one.sampler._decoder.prefixes.find
+        one.ask(prompts=longer)  # sequences are kept from the first that goes on
+        assert known(longer[-1])[1] > 0
+        assert one.gap(one.ask(prompts=longer)) < 1e-4
+        one.train(turns)
+        one.sync(version)
+        assert known(longer[-1])[1] == 0, "keys and values of the old weights are still there"
+        turns = one.ask(prompts=longer)
+        assert one.gap(turns) < 1e-4
+
+
+@pytest.mark.parametrize("section", [{"lora": ADAPTERS}, {}], ids=["an adapter", "all weights"])
+def test_threads_of_the_generator_decode_parts_of_a_batch(pair, section):
+    one = pair(threads=2, **section)
+    assert one.sampler._lanes is not None
+    one.sync(0)
+    for version in (1, 2):
+        found = one.ask(count=40)
+        assert one.gap(found) < 1e-4
+        one.train(found)
+        one.sync(version)
+    assert one.gap(one.ask(count=40)) < 1e-4
 
 
 def test_a_generator_that_starts_while_the_backend_sleeps_brings_the_weights_back(pair):

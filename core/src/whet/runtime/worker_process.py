@@ -208,11 +208,13 @@ class WorkerProcess:
 
     def _close(self, slot: int) -> None:
         worker = self._workers.pop(slot, None)
-        if hasattr(worker, "close"):
-            worker.close()
-        del worker
-        if self._workers:  # they need the memory that cycles of the closed one still hold
-            gc.collect()
+        try:
+            if hasattr(worker, "close"):
+                worker.close()
+        finally:
+            del worker
+            if self._workers:  # they need the memory that cycles of the closed one still hold
+                gc.collect()
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
         try:

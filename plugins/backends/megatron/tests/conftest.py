@@ -38,15 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed here"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def _imported() -> None:
-    """Import Megatron as a worker does: each backend that begins looks for garbage, and modules are none."""
-    if importlib.util.find_spec("megatron") is not None:
-        import_ahead(list(IMPORTS))
+    """Import Megatron as a worker does. Each backend that starts collects garbage, and what is imported here is not
+    searched.
+    """
+    import_ahead(list(IMPORTS))
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
+def folders(_imported: None, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
     """Return a function that returns the folder of a random model: of a family, with changes of its arguments."""
     made: dict[tuple[Any, ...], Path] = {}
 

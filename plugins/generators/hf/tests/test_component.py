@@ -76,7 +76,7 @@ def test_what_shared_weights_do_not_go_with_is_refused_with_what_to_change(
     changes: dict[str, Any], path: str, words: str
 ) -> None:
     def problems(weights: Any) -> dict[str, str]:
-        generator = HfConfig(weights=weights, prefix_caching=changes.get("prefix_caching", False))
+        generator = HfConfig(weights=weights)
         made: Any = SimpleNamespace(
             roles={},
             generator=SimpleNamespace(config=generator),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whet_hf.fused import FusedDecoder
-from whet_hf.layers import run_layers
+from whet_hf.layers import compiled, run_layers
 from whet_hf.plain import PlainDecoder
 
 BAR = 1e-5
@@ -55,6 +55,10 @@ def test_without_torchscript_the_layers_run_as_python(load: Any, requests_of: An
     for one, other in zip(decoding.decode(requests), expected, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=BAR)
+
+
+def test_torchscript_knows_the_layers() -> None:
+    assert compiled() is not run_layers, "only a release of torch without TorchScript runs them as Python"
 
 
 def test_the_order_and_company_of_requests_change_nothing(decoding: Any, requests_of: Any) -> None:

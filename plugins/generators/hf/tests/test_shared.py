@@ -92,7 +92,7 @@ def test_the_fused_decoder_computes_in_place_and_with_an_adapter(
     if bias:  # of all linears of the attention, where the family can have them
         folder = shutil.copytree(folder, tmp_path / "model")
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "attention_bias": family == "llama"}))
+        (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
         model = AutoModelForCausalLM.from_pretrained(folder)
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
@@ -101,7 +101,7 @@ def test_the_fused_decoder_computes_in_place_and_with_an_adapter(
     lender = load_model(str(folder), "float32", "cpu", False)
     model = model_around(named(lender), str(folder), "float32", "cpu", False)
     places = {name: tensor.data_ptr() for name, tensor in named(model).items()}
-    fused = choose_decoder(model, fused=True, joined=False)
+    fused = choose_decoder(model, fused=True, movable=False)
     assert isinstance(fused, FusedDecoder)
     plain, draw, pairs = choose_decoder(model, fused=False), torch.Generator().manual_seed(0), {}
     base = decoded(plain)

@@ -44,12 +44,13 @@ def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> N
     assert "nobody answers at 127.0.0.1:1" in head.found
 
 
-def test_a_doctor_is_told_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["local", "auto"])
+def test_a_doctor_is_told_that_ray_is_missing(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    (found,) = launching("ray").examine(ClusterSection("ray", "local"))
+    (found,) = launching("ray").examine(ClusterSection("ray", address))
     assert (found.status, found.change) == ("fail", "pip install ray")
     assert "ray, which whet-ray needs, is not installed" in found.found
 

@@ -1,4 +1,4 @@
-"""A decoder for models of the Llama shape (Llama, Mistral, Qwen2, Qwen3), more than twice as fast as their own code.
+"""A decoder for models of the Llama shape (Llama, Mistral, Qwen2, Qwen3), faster than their own code.
 
 The cache is written in place, and all layers run as one function. Matrices with the same input are joined into one,
 unless they are in memory of somebody else. The joined matrices are the storage of the model's own parameters. So new
@@ -45,9 +45,9 @@ def unsupported(config: Any) -> str:
 class FusedDecoder:
     """Decodes with the weights of a `transformers` model whose config is not `unsupported`."""
 
-    def __init__(self, model: Any, cache_bytes: int = 0, *, joined: bool = True) -> None:
+    def __init__(self, model: Any, cache_bytes: int = 0, *, movable: bool = True) -> None:
         """Take the model. `cache_bytes`: keys and values of running and ended sequences together, at most, as far as
-        ended ones are kept; 0: none is. `joined`: the parameters may move to other memory.
+        ended ones are kept; 0: none is. `movable`: the parameters may move to other memory.
         """
         config, self.model = model.config, model
         self._cache_bytes, self.prefixes = cache_bytes, Prefixes(cache_bytes)
@@ -58,7 +58,7 @@ class FusedDecoder:
         # On a CPU attention in bfloat16 is several times slower than in float32.
         self.cache_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.run_layers = compiled()
-        self._sharing = [_sharing(layer, joined) for layer in model.model.layers]
+        self._inputs = [_of_one_input(layer, movable) for layer in model.model.layers]
         self._tables = torch.empty(0, 2, head_dim)
         self._buffers: dict[int, Tensor] = {}
         self._growing = threading.Lock()
@@ -76,7 +76,7 @@ class FusedDecoder:
         """
         self.prefixes.clear()
         self.layers = [
-            self._layer(layer, *sharing) for layer, sharing in zip(self.model.model.layers, self._sharing, strict=True)
+            self._layer(layer, *groups) for layer, groups in zip(self.model.model.layers, self._inputs, strict=True)
         ]
         self._head = _linears(self.model.lm_head)
 
@@ -153,7 +153,7 @@ class _Joined(NamedTuple):
 
 
 def _linears(*modules: Any) -> Linears:
-    """Return what linear modules compute now. All have the same input."""
+    """Return the weights, biases and adapters that linear modules of one input have now."""
     return Linears(
         [module.weight for module in modules],
         [module.bias for module in modules],
@@ -161,11 +161,11 @@ def _linears(*modules: Any) -> Linears:
     )
 
 
-def _sharing(layer: Any, joined: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+def _of_one_input(layer: Any, movable: bool) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the modules of a layer that share an input, as one module if they may be joined."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-    return ([_join(*qkv)], [_join(*gate_up)]) if joined else (qkv, gate_up)
+    return ([_join(*qkv)], [_join(*gate_up)]) if movable else (qkv, gate_up)
 
 
 def _join(*linears: Any) -> _Joined:

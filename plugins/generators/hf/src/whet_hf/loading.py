@@ -49,11 +49,11 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> A
 
 
 def choose_decoder(
-    model: Any, *, fused: bool, joined: bool = True, experts: bool = False, cache_bytes: int = 0
+    model: Any, *, fused: bool, movable: bool = True, experts: bool = False, cache_bytes: int = 0
 ) -> Decoder:
     """Return the fastest decoder whose logits equal the model's own on random tokens.
 
-    joined: the weights may move to other memory.
+    movable: the weights may move to other memory.
     cache_bytes: memory within which a decoder may keep ended sequences; see `FusedDecoder`.
     experts: the decoder must record the experts of each token.
 
@@ -63,7 +63,7 @@ def choose_decoder(
     if fused and routers is None:
         reason = unsupported(model.config)
         if not reason:
-            decoder = FusedDecoder(model, cache_bytes, joined=joined)
+            decoder = FusedDecoder(model, cache_bytes, movable=movable)
             difference = decoding_error(decoder, model)
             if difference <= TOLERANCE[model.dtype]:
                 return decoder

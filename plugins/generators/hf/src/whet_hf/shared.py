@@ -71,7 +71,7 @@ class SharedWeights:
 
 
 class Adapter:
-    """An adapter beside the weights of a model, by hooks on its modules. The fused decoder reads those of linears."""
+    """An adapter beside the weights of a model. Hooks on its modules add it. The fused decoder reads it by itself."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

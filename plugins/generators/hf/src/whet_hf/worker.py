@@ -85,7 +85,7 @@ class Worker:
         model = self._model
         limit = most_cache_bytes(model, cache_bytes, max_batch) if prefix_caching else 0
         try:
-            self._decoder = choose_decoder(model, fused=fused, joined=not shared, experts=experts, cache_bytes=limit)
+            self._decoder = choose_decoder(model, fused=fused, movable=not shared, experts=experts, cache_bytes=limit)
         except BaseException:
             self._held.close()
             raise
@@ -101,8 +101,8 @@ class Worker:
         """Sends the tokens of the running batch; None: no request of it wants them."""
         self._busy = threading.Lock()
         # Threads cannot share modules that record experts, or into which the weights of experts are put for a moment.
-        placed = shared and isinstance(self._decoder, PlainDecoder)
-        small = not experts and not placed and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
+        apart = not experts and not (shared and isinstance(self._decoder, PlainDecoder))
+        small = apart and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:

@@ -24,12 +24,14 @@ class RayLaunching:
 
     def examine(self, section: "ClusterSection | None") -> Iterator[Finding]:
         """Return which Ray is installed, and whether the head of the cluster answers that the run joins."""
-        if section is not None and (address := address_to_join(section)):
-            yield _head(address)
         try:
-            yield Finding("ok", metadata.version("ray"))
+            version = metadata.version("ray")
         except metadata.PackageNotFoundError:  # the plugin was installed without its requirements
             yield Finding("fail", "the package ray, which whet-ray needs, is not installed", "pip install ray")
+            return
+        if section is not None and (address := address_to_join(section)):
+            yield _head(address)
+        yield Finding("ok", version)
 
     def cluster(
         self,

@@ -9,9 +9,9 @@ from whet.component import WorkerFacts
 from whet.interfaces.workers import RoleContext, WorkerGroup
 from whet.runtime.inline import InlineWorkerGroup
 from whet.runtime.local import LocalCluster
+from whet_testing.held import hold, holder_of
 from whet_testing.processes import descendants, survivors
 from whet_testing.role_context import make_context
-from whet_testing.scripted_worker import TARGET
 
 WorkerGroups = Callable[[str], WorkerGroup]
 """Function role -> worker group."""
@@ -40,21 +40,18 @@ class Placed:
             yield InlineWorkerGroup
             return
         before, facts = descendants(), cls().facts()
-        share = [(role, f"{role}-holder") for role in cls.held]
-        with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as cluster:
-            begun: set[str] = set()
+        share = [(role, holder_of(role)) for role in cls.held]
+        cluster, begun = LocalCluster(tmp_path_factory.mktemp("logs"), share=share), set[str]()
+        with cluster:
 
             def give(role: str) -> WorkerGroup:
                 given = cluster.worker_group(role, size=cls.processes)
-                if role in begun:
-                    return given
+                imports, forkable = ((), False) if facts is None else (facts.imports, facts.forkable)
+                if role not in begun and role in cls.held:
+                    hold(cluster, [role], cls.processes, imports, forkable)
+                elif role not in begun and imports:  # as in a run, they import while other things are prepared
+                    cluster.warm({role: imports}, [role] if forkable else ())
                 begun.add(role)
-                holders = [cluster.worker_group(f"{role}-holder", size=cls.processes)] if role in cls.held else []
-                if facts is not None:  # as in a run, they import while other things are prepared
-                    roles = [role, *(holder.role for holder in holders)]
-                    cluster.warm(dict.fromkeys(roles, facts.imports), roles if facts.forkable else ())
-                for holder in holders:
-                    holder.spawn(TARGET, {})
                 return given
 
             yield give
@@ -62,7 +59,7 @@ class Placed:
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
     def facts(self) -> WorkerFacts | None:
-        """Return the facts of what is tested. None skips the rules about them."""
+        """Return the facts of what is tested. None skips the rules about them, and nothing is imported early."""
         return None
 
     def need_one_gpu(self) -> None:
