@@ -101,8 +101,8 @@ class Worker:
         """Sends the tokens of the running batch; None: no request of it wants them."""
         self._busy = threading.Lock()
         # Threads cannot share modules that record experts, or into which the weights of experts are put for a moment.
-        apart = not experts and not (shared and isinstance(self._decoder, PlainDecoder))
-        small = apart and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
+        safe = not experts and not (shared and isinstance(self._decoder, PlainDecoder))
+        small = safe and sum(p.numel() for p in model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:

@@ -29,8 +29,7 @@ def held_processes(logs: Path, groups: Mapping[tuple[str, ...], int], imports: S
     `groups`: roles that share processes, and the number of the processes. `imports`: modules that all of them import,
     once, before they are forked. A closed worker must leave nothing in its process that could change the next test.
     """
-    cluster = LocalCluster(logs, share=[(*roles, holder_of(roles[0])) for roles in groups])
-    with cluster:
+    with LocalCluster(logs, share=[(*roles, holder_of(roles[0])) for roles in groups]) as cluster:
         for roles, ranks in groups.items():
             hold(cluster, roles, ranks, imports, forkable=True)
         yield cluster

@@ -41,8 +41,8 @@ class Placed:
             return
         before, facts = descendants(), cls().facts()
         share = [(role, holder_of(role)) for role in cls.held]
-        cluster, begun = LocalCluster(tmp_path_factory.mktemp("logs"), share=share), set[str]()
-        with cluster:
+        with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as cluster:
+            begun: set[str] = set()
 
             def give(role: str) -> WorkerGroup:
                 given = cluster.worker_group(role, size=cls.processes)
