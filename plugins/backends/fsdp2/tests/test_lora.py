@@ -1,6 +1,7 @@
 """LoRA on one rank, against PEFT on the same weights. Two ranks against one: test_ranks.py."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from whet.errors import CheckpointError, ConfigError, WhetError
 from whet_training.adapter_files import base_digest
 from whet_weights.adapter import PREFIX
 
-peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
+if find_spec("peft") is None:  # it is not imported here: every test process collects the file, and few run it
+    pytest.skip("PEFT is the independent source: pip install peft", allow_module_level=True)
 
 WEIGHTED = Spec("whet_testing.losses:Weighted")
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
@@ -23,12 +25,14 @@ LORA = {"rank": 4, "alpha": 6.0}
 
 def wrapped(folder, **config):
     """Return PEFT's model with a random adapter: neither matrix is zero."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
     settings = {"r": 4, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False, **config}
-    return peft.get_peft_model(model, peft.LoraConfig(**settings))
+    return get_peft_model(model, PeftConfig(**settings))
 
 
 def logprobs(model, batch):
@@ -46,7 +50,9 @@ def weighted(model, batch):
 
 
 def adapter_of(model):
-    return {n: t.detach().clone() for n, t in peft.get_peft_model_state_dict(model).items()}
+    from peft import get_peft_model_state_dict
+
+    return {n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}
 
 
 def adapter_after(worker, folder):
@@ -115,6 +121,7 @@ def test_loss_gradients_and_three_steps_are_those_of_peft(
 
 
 def test_peft_loads_a_checkpoint_and_the_merged_export_has_the_same_logits(make_worker, moe, folders, batch, tmp_path):
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     for folder, lora in ((folders(), LORA), (moe, {**LORA, "experts": True})):
@@ -127,7 +134,7 @@ def test_peft_loads_a_checkpoint_and_the_merged_export_has_the_same_logits(make_
         worker.export(str(exported))
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         plain = logprobs(base, batch).detach()
-        loaded = peft.PeftModel.from_pretrained(base, saved)
+        loaded = PeftModel.from_pretrained(base, saved)
         merged = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
         for model in (loaded, merged):
             np.testing.assert_allclose(logprobs(model, batch).detach(), ours, atol=1e-4)
@@ -288,6 +295,7 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(make_worker):
 
 
 def test_a_value_head_is_trained_whole_beside_the_adapter(make_worker, batch, tmp_path):
+    from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
     for dtype in ("float32", "bfloat16"):
@@ -306,7 +314,7 @@ def test_a_value_head_is_trained_whole_beside_the_adapter(make_worker, batch, tm
         assert np.array_equal(again.score(batch, ("values",))["values"], values)
         if dtype == "float32":
             base = AutoModelForSequenceClassification.from_pretrained(worker._info.path, num_labels=1)
-            loaded = peft.PeftModel.from_pretrained(base, tmp_path / dtype)
+            loaded = PeftModel.from_pretrained(base, tmp_path / dtype)
             assert torch.equal(loaded.base_model.model.score.weight, head)
 
 

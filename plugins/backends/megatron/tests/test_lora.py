@@ -1,6 +1,7 @@
 """LoRA under every kind of parallelism, against PEFT on the same weights in one process."""
 
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from whet_testing.three_steps import steps_of
 from whet_training.lora_config import LoraConfig, adapter_info
 from whet_training.weight_groups import WeightGroup
 
-peft = pytest.importorskip("peft", reason="PEFT is the independent source: pip install peft")
+if find_spec("peft") is None:  # it is not imported here: every test process collects the file, and few run it
+    pytest.skip("PEFT is the independent source: pip install peft", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -38,13 +40,15 @@ LAYOUTS = {
 
 def wrapped(folder, **config):
     """Return PEFT's model with a random adapter: neither matrix is zero."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
     lists = {key: list(value) for key, value in config.items() if isinstance(value, tuple)}
     settings = {"r": 4, "lora_alpha": 6.0, "target_modules": "all-linear", "init_lora_weights": False, **config}
-    return peft.get_peft_model(model, peft.LoraConfig(**{**settings, **lists}))
+    return get_peft_model(model, PeftConfig(**{**settings, **lists}))
 
 
 def logprobs(model, batch):
@@ -75,6 +79,8 @@ def steps_of_peft(model, batches):
 @pytest.fixture(scope="module")
 def reference(folders, make_batch, tmp_path_factory):
     """Return a function: name of a model -> folder of an adapter, the steps of PEFT from it, and the adapter then."""
+    from peft import get_peft_model_state_dict
+
     known = {}
 
     def of(name, **config):
@@ -83,7 +89,7 @@ def reference(folders, make_batch, tmp_path_factory):
             model, start = wrapped(folders(name), **config), tmp_path_factory.mktemp("start")
             model.save_pretrained(start)
             steps = steps_of_peft(model, [make_batch(seed) for seed in SEEDS])
-            after = {n: t.detach().clone() for n, t in peft.get_peft_model_state_dict(model).items()}
+            after = {n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}
             known[key] = start, steps, after
         return known[key]
 
@@ -145,6 +151,7 @@ SPLITS = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2})]
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make_batch, sent, tmp_path, split):
     """The adapter in PEFT's hands, the merged export in those of `transformers`, and what generators get."""
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     folder, batch, lora = (
@@ -162,7 +169,7 @@ def test_what_leaves_a_backend_is_the_model_that_it_trained(build, folders, make
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     plain = logprobs(load(folder), batch).detach().numpy()
-    for model in (peft.PeftModel.from_pretrained(load(folder), tmp_path / "saved"), load(tmp_path / "merged")):
+    for model in (PeftModel.from_pretrained(load(folder), tmp_path / "saved"), load(tmp_path / "merged")):
         np.testing.assert_allclose(logprobs(model, batch).detach(), ours, atol=1e-4)
     assert np.abs(plain - ours).max() > 0.05
 

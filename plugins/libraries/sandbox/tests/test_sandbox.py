@@ -280,13 +280,13 @@ import asyncio
 from whet_sandbox.config import NamespacesConfig
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.sandbox import Sandbox
-asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep 1000 #outlives"]))
+asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep 1000 #its-driver-ends"]))
 """
     process = subprocess.Popen([sys.executable, "-c", driver])
-    wait_until(lambda: _running("outlives"), "the program runs")
+    wait_until(lambda: _running("its-driver-ends"), "the program runs")
     process.send_signal(how)
     process.wait(10.0)
-    wait_until(lambda: not _running("outlives"), "the program is gone")
+    wait_until(lambda: not _running("its-driver-ends"), "the program is gone")
 
 
 @pytest.mark.usefixtures("no_orphans")
