@@ -44,6 +44,31 @@ def test_programs_run_beside_each_other_and_end_as_they_do(programs: Programs) -
     waiting.communicate(timeout=60)
 
 
+OWNER = """
+import os, time
+from whet_testing.forking import Programs
+programs = Programs(["attrs"])
+if not (child := os.fork()):
+    time.sleep(600)
+print(programs._server.pid, child, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_the_server_ends_with_its_owner_although_a_child_of_the_owner_lives_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server, child = map(int, owner.stdout.readline().split())
+        ended = os.pidfd_open(server)
+        owner.kill()
+    try:
+        assert select.select([ended], [], [], 60.0)[0]
+    finally:
+        os.close(ended)
+        os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.usefixtures("no_orphans")
 def test_a_worker_that_is_forked_is_a_process_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
     reader, writer = os.pipe()

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from whet import installed
+from whet.runtime.watchdog import die_with
 
 _LONGEST_ORDER = 1 << 20
 
@@ -107,7 +108,7 @@ class Programs:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         """Start the server in the background. `variables` are added to the variables of this process."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "whet_testing.forking", str(theirs.fileno()), *modules]
+        command = [sys.executable, "-m", "whet_testing.forking", str(theirs.fileno()), str(os.getpid()), *modules]
         environment = {**os.environ, **(variables or {})}
         with theirs:
             self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
@@ -234,8 +235,9 @@ def _serve(owner: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     """Import the modules and serve; in a forked process, run the program."""
     line = socket.socket(fileno=int(sys.argv[1]))
+    die_with(int(sys.argv[2]))  # the owner's end of the line can be open in its child processes
     gc.disable()  # a quarter of the time of the imports
-    for module in sys.argv[2:]:
+    for module in sys.argv[3:]:
         importlib.import_module(module)
     installed.entry_points(installed.GROUP)  # what is found is kept, for each program
     installed.versions()
