@@ -1,9 +1,11 @@
 """Runs that are disturbed at random moments end in a right state, and what is wrong would be found."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +30,16 @@ def judge(monkeypatch):
     yield judge
     for name in ("judge", "run_attempt", "strikes", "victims"):
         sys.modules.pop(name, None)
+
+
+def test_a_driver_that_had_ended_when_it_was_to_be_killed_was_not_hit(judge, monkeypatch):
+    strikes = sys.modules["strikes"]
+    monkeypatch.setattr(strikes, "_await_moment", lambda *_: [])
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie, which signals can be sent to
+    attempt = SimpleNamespace(process=process, phase=lambda: "after.closed", wait=process.wait, said=lambda: "")
+    struck = strikes.carry_out(strikes.Strike("kill", "driver", "after.closed", 0, 0.0), attempt, again=False)
+    assert (struck.hit, struck.code) == ("", 0)
 
 
 def opened(after):

@@ -104,6 +104,8 @@ def carry_out(strike: Strike, attempt: RunAttempt, again: bool) -> Struck:
                 return struck
             struck.code = attempt.wait(100.0 * SLOWNESS)
             struck.seconds = time.monotonic() - began
+            if struck.code == 0 and struck.hit == "driver" and strike.act in ("kill", "stop"):
+                struck.hit = ""  # no process survives SIGKILL: this one had ended, and was only not waited for yet
         else:
             struck.code = attempt.wait(100.0 * SLOWNESS)
     struck.said = attempt.said()
