@@ -69,13 +69,14 @@ def test_shared_weights_of_several_ranks_or_of_another_dtype_are_refused(tiny_mo
         ({"gpus": {"backend": 4}}, "generator.weights", "the backend has 4 ranks"),
         ({"staleness": 1}, "generator.weights", "weights change under requests; set rollout.max_staleness: 0"),
         ({"content": "merged"}, "weight_sync.content", "cannot be merged into weights that are the trainer's"),
+        ({"serve": True}, "generator.weights", "that endpoint.serve answers at any time; train an adapter"),
     ],
     ids=str,
 )
 def test_what_shared_weights_do_not_go_with_is_refused_with_what_to_change(
     changes: dict[str, Any], path: str, words: str
 ) -> None:
-    def problems(weights: Any) -> dict[str, str]:
+    def problems(weights: Any, lora: Any = None) -> dict[str, str]:
         generator = HfConfig(weights=weights)
         made: Any = SimpleNamespace(
             roles={},
@@ -83,12 +84,15 @@ def test_what_shared_weights_do_not_go_with_is_refused_with_what_to_change(
             cluster=SimpleNamespace(ranks=changes.get("ranks", {}), gpus=changes.get("gpus", {})),
             rollout=SimpleNamespace(max_staleness=changes.get("staleness", 0)),
             weight_sync=SimpleNamespace(content=changes.get("content", "auto")),
+            endpoint=SimpleNamespace(serve=changes.get("serve", False)),
+            backend=SimpleNamespace(config=SimpleNamespace(lora=lora)),
         )
         return {problem.path: problem.message for problem in checked(made)}
 
     assert words in problems("shared")[path]
     assert "set generator.weights: own" in problems("shared")[path]
     assert not problems("own")
+    assert bool(problems("shared", lora={"rank": 8})) == ("serve" not in changes), "a base that is not trained stays"
 
 
 def test_a_further_generator_shares_no_weights() -> None:

@@ -1,7 +1,9 @@
 """New weights are taken as a whole, and the decoder is checked against the model."""
 
 import json
+import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,39 @@ def test_a_model_that_no_decoder_agrees_with_is_refused(load: Any, monkeypatch: 
     monkeypatch.setattr(loading, "decoding_error", lambda decoder, model: 0.5)
     with pytest.raises(WhetError, match=r"other logits with a cache than without, by 5\.0e-01 of the largest"):
         load("qwen3")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_logits_that_are_not_finite_agree_with_nothing(load: Any, fused: bool) -> None:
+    one = load("qwen3")
+    one.model.model.norm.weight.fill_(torch.nan)
+    assert math.isnan(decoding_error(one.decoder, one.model))
+    with pytest.raises(WhetError, match=r"logits that are not finite: its weights have diverged"):
+        choose_decoder(one.model, fused=fused)
+
+
+def test_sessions_that_begin_together_have_the_positions_of_the_longest(load: Any, monkeypatch: Any) -> None:
+    decoder, rotary, longest = load("qwen3").decoder, FusedDecoder.reserve, threading.Event()
+    real = decoder.model.model.rotary_emb.forward
+
+    def slow(like: torch.Tensor, positions: torch.Tensor) -> Any:
+        if positions.shape[1] < 1024:
+            began.set()
+            longest.wait(0.5)  # were both let in, the longer would be through in this time
+        return real(like, positions)
+
+    def reserve_more() -> None:
+        began.wait(60)
+        rotary(decoder, 600)
+        longest.set()
+
+    began = threading.Event()
+    monkeypatch.setattr(decoder.model.model.rotary_emb, "forward", slow)
+    other = threading.Thread(target=reserve_more)
+    other.start()
+    rotary(decoder, 500)
+    other.join(60)
+    assert len(decoder._tables) == 1024
 
 
 def test_weights_that_lack_a_layer_are_refused(tmp_path: Path, tiny_model_folder: Path) -> None:

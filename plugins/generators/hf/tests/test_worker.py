@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -427,3 +428,25 @@ def test_half_an_adapter_is_refused_in_sleep_too(own_worker: Worker, tmp_path: P
     own_worker.sleep()
     with pytest.raises(WeightSyncError, match="only one of the two matrices"):
         run(own_worker.receive_weights(spec, 1, "drain"))
+
+
+def test_a_part_that_fails_leaves_no_other_running(
+    tiny_model_folder: Path, requests_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, ended = torch.get_num_threads(), []
+    two = make_worker(tiny_model_folder, threads=2)
+
+    def lane(jobs: Any, number: int) -> Any:
+        if not number:
+            raise ValueError("broken")
+        time.sleep(0.3)
+        ended.append(number)
+
+    monkeypatch.setattr(two, "_decode_lane", lane)
+    try:
+        with pytest.raises(Exception, match="broken"):
+            run(ask(two, requests_of(50)))
+        assert ended == [1]
+    finally:
+        two.close()
+        torch.set_num_threads(threads)

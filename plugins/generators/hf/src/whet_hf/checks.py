@@ -27,6 +27,11 @@ def checked(config: Config) -> Iterator[Problem]:
             f"is shared, and with rollout.max_staleness {config.rollout.max_staleness} weights change under requests"
         )
         yield Problem("generator.weights", f"{words}; set rollout.max_staleness: 0, {_OWN}")
+    if config.endpoint.serve and getattr(config.backend.config, "lora", None) is None:
+        words = "is shared, and the weights change under requests that endpoint.serve answers at any time"
+        yield Problem(
+            "generator.weights", f"{words}; train an adapter (backend.lora), leave out endpoint.serve, {_OWN}"
+        )
     if config.weight_sync.content == "merged":
         words = "is merged, and an adapter cannot be merged into weights that are the trainer's; set it to auto"
         yield Problem("weight_sync.content", f"{words}, {_OWN}")

@@ -37,8 +37,10 @@ def unsupported(config: Any) -> str:
     if config.model_type == "mistral" and config.sliding_window is not None:
         return "sliding-window attention"
     rope = config.rope_parameters.get("rope_type", "default")
-    if rope in ("dynamic", "longrope") or config.rope_parameters.get("partial_rotary_factor", 1) != 1:
+    if rope in ("dynamic", "longrope"):
         return f"{rope} rotary embeddings"
+    if config.rope_parameters.get("partial_rotary_factor", 1) != 1:
+        return "partial rotary embeddings"
     return ""
 
 
@@ -109,12 +111,13 @@ class FusedDecoder:
 
     def reserve(self, positions: int) -> None:
         """Extend the rotary tables to at least this many positions."""
-        if len(self._tables) < positions:
-            size = max(256, 1 << (positions - 1).bit_length())
-            like = torch.empty(0, dtype=self.dtype, device=self.device)
-            cos, sin = self.model.model.rotary_emb(like, torch.arange(size, device=self.device)[None])
-            half = self.shape.head_dim // 2
-            self._tables = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
+        with self._growing:
+            if len(self._tables) < positions:
+                size = max(256, 1 << (positions - 1).bit_length())
+                like = torch.empty(0, dtype=self.dtype, device=self.device)
+                cos, sin = self.model.model.rotary_emb(like, torch.arange(size, device=self.device)[None])
+                half = self.shape.head_dim // 2
+                self._tables = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Return the hidden states after all layers. tokens, positions [N] -> hidden [N, H]."""

@@ -1,6 +1,7 @@
 """Load a model for decoding, choose its decoder, and copy new weights into it."""
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,6 +72,10 @@ def choose_decoder(
         log.warning("the fused decoder does not do %s; the model's own code decodes, which is slower", reason)
     plain = PlainDecoder(model, routers)
     difference = decoding_error(plain, model)
+    if math.isnan(difference):
+        raise WhetError(
+            f"{type(model).__name__} gives logits that are not finite: its weights have diverged or are broken"
+        )
     if difference > TOLERANCE[model.dtype]:
         raise WhetError(
             f"{type(model).__name__} gives other logits with a cache than without, by {difference:.1e} of the largest, "
@@ -92,7 +97,7 @@ def _routers(model: Any) -> Routers:
 def decoding_error(decoder: Decoder, model: Any) -> float:
     """Return the largest difference between decoding and full forward passes, relative to the largest logit.
 
-    Random prompts of two lengths are decoded.
+    Random prompts of two lengths are decoded. NaN: some logit is not finite.
     """
     draw = torch.Generator().manual_seed(0)
     short, long = (torch.randint(decoder.vocab_size, (n,), generator=draw).to(model.device) for n in (5, 9))
@@ -103,13 +108,13 @@ def decoding_error(decoder: Decoder, model: Any) -> float:
     for step in range(new.shape[1]):
         session.step(new[:, step])
         found.append(session.logits)
-    difference, largest = 0.0, 0.0
+    steps, whole = [], []
     for row, prompt in enumerate((short, long, long)):
-        whole = model(input_ids=torch.cat([prompt, new[row]])[None], use_cache=False).logits[0, len(prompt) - 1 :]
-        steps = torch.stack([logits[row] for logits in found])
-        difference = max(difference, float((steps - whole).abs().max()))
-        largest = max(largest, float(whole.abs().max()))
-    return difference / max(largest, 1e-30)
+        tokens = torch.cat([prompt, new[row]])[None]
+        whole.append(model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 :])
+        steps.append(torch.stack([logits[row] for logits in found]))
+    expected = torch.cat(whole)
+    return float((torch.cat(steps) - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]], stored: StoredNames | None = None) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -276,6 +276,7 @@ class Worker:
             futures: list[Future[list[Completion]]] = [
                 self._lanes.submit(self._decode_lane, part, lane) for lane, part in enumerate(parts)
             ]
+            wait(futures)  # also when one has failed: the others use the weights and the cache
             return [completion for future in futures for completion in future.result()]
 
     def _decode_lane(self, jobs: list[Job], lane: int) -> list[Completion]:
