@@ -73,6 +73,9 @@ def test_a_model_of_another_family_is_decoded_by_its_own_code(tmp_path: Path, ca
     model = make_folder(tmp_path, GPT2Config(vocab_size=100, n_positions=64, n_embd=32, n_layer=2, n_head=2))
     assert isinstance(choose_decoder(model, fused=True), PlainDecoder)
     assert "models of type gpt2" in caplog.text
+    assert "prefix_caching" not in caplog.text
+    choose_decoder(model, fused=True, cache_bytes=1 << 20)
+    assert "keeps no ended sequences, so generator.prefix_caching does nothing" in caplog.text
 
 
 def test_sliding_windows_are_left_to_the_model(tmp_path: Path, caplog: Any) -> None:

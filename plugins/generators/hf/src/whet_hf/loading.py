@@ -81,6 +81,8 @@ def choose_decoder(
             f"{type(model).__name__} gives other logits with a cache than without, by {difference:.1e} of the largest, "
             "so it cannot be sampled from token by token; use another generator for this model"
         )
+    if cache_bytes:
+        log.warning("the model's own code keeps no ended sequences, so generator.prefix_caching does nothing")
     return plain
 
 
