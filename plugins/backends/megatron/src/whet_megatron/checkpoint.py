@@ -26,8 +26,14 @@ from whet_megatron.saving import INDEX, TENSORS, Planned, plan
 from whet_training import adapter_files
 
 FORMAT = 1
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Megatron's settings with which a checkpoint loads with any parallelism."""
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+"""Megatron's settings with which a checkpoint loads with any parallelism. The state of the optimizer is gathered in
+host memory, on the first rank of those that share it; else it would be, whole, in the GPU memory of each of them.
+"""
 
 
 def planned(folder: Path, model: HeldModel, stepper: Stepper) -> Planned:

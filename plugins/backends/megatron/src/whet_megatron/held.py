@@ -224,6 +224,8 @@ class HeldModels:
             return 0
         self._asleep = True
         freed = sum(_free(gradients) for gradients in self._gradients())
+        for model in (*self._frozen.values(), *(() if self._lent.borrowed else (self._model,))):
+            _forget_quantised(model)
         # The optimizer's float32 weights may be the policy's own.
         policy = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
         freed += self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
@@ -266,6 +268,16 @@ def _exhaust(stream: Iterator[Any]) -> None:
     """Iterate to the end: other ranks gather what this one holds a part of."""
     for _ in stream:
         pass
+
+
+def _forget_quantised(model: HeldModel) -> None:
+    """Free the copies in FP8 that Transformer Engine keeps of weights from one pass to the next. The next pass makes
+    them anew.
+    """
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if kept := getattr(module, "_fp8_workspaces", None):
+                kept.clear()
 
 
 def _free(tensor: Tensor) -> int:

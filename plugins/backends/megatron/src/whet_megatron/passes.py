@@ -7,8 +7,8 @@ Every rank runs equally many passes: a rank that has fewer micro-batches runs pa
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class Passes:
         stages: list[Any] = model.chunks
         longest = max(feed.tokens.shape[1] for feed in feeds)
         numbered = [iter(enumerate(feeds)) for _ in stages]
-        with nullcontext() if backward else torch.no_grad():
+        with nullcontext() if backward else _scoring(stages):
             get_forward_backward_func()(
                 forward_step_func=self._step(close),
                 data_iterator=numbered if len(stages) > 1 else numbered[0],
@@ -170,9 +170,11 @@ class Passes:
             model.experts.leave()
 
     def _anchor(self, feed: Feed, hidden: Tensor) -> Tensor:
-        """Return 0, which depends on all weights: a pass without targets takes part in the backward pass of others."""
+        """Return 0, which depends on all weights: a pass without targets of its own takes part in the backward pass of
+        others.
+        """
         nothing = hidden.sum() * 0.0
-        return nothing if len(feed.where) else nothing + self.head.model.head.sum() * 0.0
+        return nothing if len(feed.source) else nothing + self.head.model.head.sum() * 0.0
 
     def _step(self, close: Callable[[int, Tensor], Tensor | None]) -> Callable[[Any, Any], Any]:
         """Return what Megatron's schedules call for one pass of one stage."""
@@ -197,3 +199,19 @@ class Passes:
             return hidden, finish
 
         return step
+
+
+@contextmanager
+def _scoring(stages: Sequence[Any]) -> Iterator[None]:
+    """Compute without gradients, and not in training mode: in it Transformer Engine keeps the FP8 scales of each pass
+    for a recomputation, which would then take those of a pass that had no backward pass.
+    """
+    modes = [stage.training for stage in stages]
+    for stage in stages:
+        stage.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for stage, mode in zip(stages, modes, strict=True):
+            stage.train(mode)

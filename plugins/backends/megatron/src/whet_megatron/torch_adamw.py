@@ -35,13 +35,17 @@ def torch_adamw() -> Iterator[None]:
 
 
 def begin(optimizers: Iterable[Any]) -> None:
-    """Make the state from which AdamW begins, of parameters that no step has updated."""
-    for optimizer in optimizers if _uses_torch() else ():
+    """Make the state from which AdamW begins, of parameters that no step has updated: Megatron cannot save none.
+
+    The AdamW of Transformer Engine counts its steps elsewhere.
+    """
+    torchs = _uses_torch()
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
                     moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                    optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+                    optimizer.state[parameter] = {**({"step": torch.zeros(())} if torchs else {}), **moments}
 
 
 def count(state: Any, steps: int) -> None:

@@ -1,6 +1,7 @@
 """The ranks of a backend join a process group, pass batch shards on, and sum numbers. And a stopwatch for phases."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,6 +18,10 @@ from whet.interfaces.workers import WorkerRank
 from whet.runtime.wire import decode, encode
 
 T = TypeVar("T")
+_PATIENCE = timedelta(hours=2)
+"""How long an operation of NCCL waits for other ranks, in place of ten minutes: one of them may be writing a large
+model. A rank that is lost ends the run by the deadlines of calls.
+"""
 _MADE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Process groups and meshes which all roles in this process share, of each default group: they end with it."""
 
@@ -86,7 +91,10 @@ class RankGroup:
             dist.init_process_group(kind, store=store, rank=0, world_size=1)
             return
         try:
-            dist.init_process_group(kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size)
+            dist.init_process_group(
+                kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size,
+                timeout=_PATIENCE if kind == "nccl" else None,
+            )  # fmt: skip
         except RuntimeError as error:
             raise WhetError(
                 f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{self._hint()}"

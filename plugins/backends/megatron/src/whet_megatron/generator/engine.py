@@ -141,6 +141,7 @@ class Engine:
         version: of the weights in use.
         """
         found: list[Outcome] = []
+        self._stage.set_is_first_microbatch()  # in FP8: quantise the weights anew, which a step may have changed
         with _inference(self._stage), plain_attention(self._stage) if self._plain else nullcontext():
             for _ in range(steps):
                 self._admit()
