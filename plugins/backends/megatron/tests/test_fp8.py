@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -170,3 +171,38 @@ class TestMegatronsFields:
     def test_a_cpu_is_refused_when_the_workers_start(self, build):
         with pytest.raises(WorkerError, match=r"backend\.fp8: is set, and this rank has a CPU"):
             build("qwen3", dtype="bfloat16", fp8=Fp8Config())
+
+
+def test_passes_without_a_backward_pass_leave_training_mode_and_come_back_to_it():
+    """In training mode Transformer Engine keeps the scales of each pass for a recomputation."""
+    from whet_megatron.passes import _scoring
+
+    stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()]
+    with _scoring(stages):
+        assert not stages[0].training
+        assert not torch.is_grad_enabled()
+    assert [stage.training for stage in stages] == [True, False]
+    assert torch.is_grad_enabled()
+
+
+def test_copies_of_weights_in_fp8_are_freed_in_sleep():
+    from whet_megatron.held import _forget_quantised
+
+    layer, plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.zeros(4)}
+    _forget_quantised(SimpleNamespace(chunks=[torch.nn.Sequential(layer, plain)]))
+    assert layer._fp8_workspaces == {}
+
+
+@pytest.mark.parametrize(
+    ("torchs", "keys"), [(True, {"step", "exp_avg", "exp_avg_sq"}), (False, {"exp_avg", "exp_avg_sq"})]
+)
+def test_each_kind_of_adamw_has_a_state_before_its_first_step(monkeypatch, torchs, keys):
+    from whet_megatron import torch_adamw
+
+    monkeypatch.setattr(torch_adamw, "_uses_torch", lambda: torchs)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    torch_adamw.begin([optimizer])
+    assert set(optimizer.state[parameter]) == keys
+    assert not any(value.any() for value in optimizer.state[parameter].values())
