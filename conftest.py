@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 import whet.plugins.registry
 
@@ -26,6 +27,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 """OpenMP reads this once, when torch is imported. Worker processes have it, and those that are forked from a process of
 the tests get what that process has: without it their threads spin while they wait, on cores that other tests need.
 """
+
+
+settings.register_profile("patient", deadline=None)  # by default an example that takes 0.2 s on a busy machine fails
+settings.load_profile("patient")
 
 
 @pytest.hookimpl(wrapper=True)

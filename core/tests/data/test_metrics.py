@@ -5,7 +5,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data import metrics
@@ -45,7 +45,6 @@ def test_merging_gives_the_same_in_any_grouping(kind: str, values: list[float], 
 EDGES = (-1.0, 0.0, 2.5)
 
 
-@settings(deadline=None)  # the first tensor takes a while
 @given(st.lists(st.lists(numbers | st.just(math.nan), max_size=8), min_size=1, max_size=5), st.booleans())
 def test_histograms_of_parts_add_up_to_that_of_the_whole(parts: list[list[float]], tensors: bool) -> None:
     arrays = [np.array(part, np.float32) for part in parts]

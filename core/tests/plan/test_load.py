@@ -246,7 +246,7 @@ paths = st.lists(keys, min_size=1, max_size=4).map(".".join)
 assignments = st.tuples(paths, st.sampled_from(WORDS) | st.text(max_size=6)).map("=".join) | st.text(max_size=8)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(keys, values, max_size=4) | values, st.lists(assignments, max_size=3))
 def test_garbage_raises_nothing_but_config_errors(load: Any, document: Any, overrides: list[str]) -> None:
     with pytest.raises(ConfigError):

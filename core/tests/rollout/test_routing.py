@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.errors import WhetError
@@ -66,7 +66,6 @@ def test_a_weight_lies_on_lines_between_the_points_of_its_schedule() -> None:
     assert weight_at(0.5, 7) == 0.5
 
 
-@settings(deadline=None)
 @given(
     points=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=4),
     other=st.integers(1, 9),

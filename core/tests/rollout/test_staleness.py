@@ -61,7 +61,7 @@ def test_completion_prepares_half_as_many_takes(staleness: int, fifo: int, as_co
     assert Pacing(staleness, "as_completed").depth == as_completed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     staleness=st.integers(0, 5),
     order=st.sampled_from(ORDERS),

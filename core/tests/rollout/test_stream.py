@@ -98,7 +98,7 @@ class Unlucky(SingleTurn):
         return rewards
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=24)
 @given(
     order=st.sampled_from(["fifo", "as_completed"]),
     staleness=st.sampled_from([0, 1, 2, 3]),

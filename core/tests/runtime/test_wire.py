@@ -81,13 +81,13 @@ def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(leaves, containers, max_leaves=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_value_arrives_as_it_left(value: Any) -> None:
     assert same(over_the_wire(value), value)
 
 
 @given(st.recursive(leaves, containers, max_leaves=6), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_damaged_message_is_refused_or_gives_some_value_but_nothing_worse(value: Any, data: st.DataObject) -> None:
     buffers = [bytearray(buffer) for buffer in encode(value)]
     victim = buffers[data.draw(st.integers(0, len(buffers) - 1))]
@@ -118,7 +118,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.lists(st.tuples(st.sampled_from(["int64", "bool", "object", "x"]), st.integers(-1, 3))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_forged_header_is_refused_or_gives_some_value_but_nothing_worse(tree: Any, specs: list[Any]) -> None:
     header = json.dumps({"value": tree, "arrays": specs}).encode()
     buffers = [header, *(bytes(max(size, 0) * 8) for _, size in specs)]
@@ -218,7 +218,7 @@ def test_an_untrusted_message_of_many_values_is_refused_before_it_is_read(fillin
 
 
 @given(st.recursive(leaves, containers, max_leaves=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_not_packed_arrives_as_it_left_where_nothing_packed_is_taken(value: Any) -> None:
     buffers = [bytearray(buffer) for buffer in encode(value, packed=False)]
     assert same(decode(buffers, packed=False), value)

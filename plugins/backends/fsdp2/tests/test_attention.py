@@ -187,7 +187,7 @@ def test_without_a_kernel_all_that_was_looked_for_is_named(monkeypatch):
     assert why.endswith("the package flash-attn is not installed")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_segments_with_any_prefixes(data):
     lengths = np.array(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=9)))

@@ -118,7 +118,7 @@ def test_loads_and_entropy_are_those_of_the_tokens_that_enter(make_worker, folde
     assert found["experts/entropy"].number() == pytest.approx(np.mean(entropies), rel=1e-5)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000), budget=st.integers(1, 120), layout=st.sampled_from(["shared", "packed", "padded"]),
     replay=st.booleans(), of=st.sampled_from(["layer", "model"]), missing=st.sampled_from([0.0, 0.2]),

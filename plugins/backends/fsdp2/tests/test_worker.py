@@ -95,7 +95,7 @@ def test_temperature_divides_the_logits_and_0_counts_as_1(make_worker, folders, 
         np.testing.assert_allclose(found, eager(folders(), batch, meant)[1].detach(), atol=1e-5)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1000), budget=st.integers(1, 120), layout=st.sampled_from(["shared", "packed", "padded"]))
 def test_gradients_do_not_depend_on_micro_batches_layout_or_order(
     make_worker, make_batch, gradients, seed, budget, layout

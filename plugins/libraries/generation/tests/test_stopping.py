@@ -35,7 +35,7 @@ def strings(tiny_model_folder: Any) -> StopStrings:
     return StopStrings(tiny_model_folder)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXT, data=st.data())
 def test_a_stop_string_is_found_at_the_token_that_completes_it(
     strings: StopStrings, tiny_tokenizer: Any, text: str, data: st.DataObject
@@ -48,7 +48,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(
     assert found_end(strings, tokens, stop, len(tiny_tokenizer)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tokens=st.lists(st.integers(0, 383), min_size=1, max_size=40), stop=TEXT)
 def test_random_tokens_stop_where_their_text_does(
     strings: StopStrings, tiny_tokenizer: Any, tokens: list[int], stop: str

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from whet_weights.manifest import checksum
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 5000), data=st.data())
 def test_any_changed_byte_changes_the_checksum(size: int, data: st.DataObject) -> None:
     tensor = torch.arange(size, dtype=torch.int32).view(torch.uint8).clone()
