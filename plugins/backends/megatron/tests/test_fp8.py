@@ -175,10 +175,10 @@ class TestMegatronsFields:
 
 def test_passes_without_a_backward_pass_leave_training_mode_and_come_back_to_it():
     """In training mode Transformer Engine keeps the scales of each pass for a recomputation."""
-    from whet_megatron.passes import _scoring
+    from whet_megatron.passes import evaluating
 
     stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()]
-    with _scoring(stages):
+    with evaluating(stages):
         assert not stages[0].training
         assert not torch.is_grad_enabled()
     assert [stage.training for stage in stages] == [True, False]

@@ -156,7 +156,7 @@ class Passes:
         stages: list[Any] = model.chunks
         longest = max(feed.tokens.shape[1] for feed in feeds)
         numbered = [iter(enumerate(feeds)) for _ in stages]
-        with nullcontext() if backward else _scoring(stages):
+        with nullcontext() if backward else evaluating(stages):
             get_forward_backward_func()(
                 forward_step_func=self._step(close),
                 data_iterator=numbered if len(stages) > 1 else numbered[0],
@@ -202,9 +202,11 @@ class Passes:
 
 
 @contextmanager
-def _scoring(stages: Sequence[Any]) -> Iterator[None]:
-    """Compute without gradients, and not in training mode: in it Transformer Engine keeps the FP8 scales of each pass
-    for a recomputation, which would then take those of a pass that had no backward pass.
+def evaluating(stages: Sequence[Any]) -> Iterator[None]:
+    """Compute without gradients and not in training mode, with stages that may be those of a model in training.
+
+    In training mode Transformer Engine keeps the FP8 scales of each pass for a recomputation, which would then take
+    those of a pass that had no backward pass.
     """
     modes = [stage.training for stage in stages]
     for stage in stages:

@@ -15,8 +15,8 @@ so a token would depend on the other requests of its batch, and its logprobs lea
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from whet_generation.stopping import StopStrings
 from whet_megatron.generator.attention import plain_attention
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
+from whet_megatron.passes import evaluating
 from whet_training.ranks import members
 
 Outcome = Completion | Progress | tuple[str, str]
@@ -142,7 +143,7 @@ class Engine:
         """
         found: list[Outcome] = []
         self._stage.set_is_first_microbatch()  # in FP8: quantise the weights anew, which a step may have changed
-        with _inference(self._stage), plain_attention(self._stage) if self._plain else nullcontext():
+        with evaluating([self._stage]), plain_attention(self._stage) if self._plain else nullcontext():
             for _ in range(steps):
                 self._admit()
                 if not self._rows:
@@ -311,15 +312,3 @@ def _reports(rows: Sequence[_Row], tokens: Tensor, logprobs: Tensor, sampler: Sa
         )
         for i in shown
     ]
-
-
-@contextmanager
-def _inference(stage: Any) -> Iterator[None]:
-    """Compute without gradients with a stage, which may be that of a model that is being trained."""
-    training = stage.training
-    stage.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        stage.train(training)
