@@ -152,6 +152,7 @@ WRONG = {
     "schedule.decay": {"schedule": {"decay": "1-sqrt"}},
     "optimizer.muon.lr": {"optimizer": {"muon": {"lr": 0.02}}},
     "optimizer.muon.iteration_dtype": {"optimizer": {"muon": {"iteration_dtype": "float32"}}},
+    "compile": {"compile": True, "parallel": {"tensor": 2}},
     "optimizer.groups.0.match": {"optimizer": {"groups": [{"match": "layers.(0"}]}},
     "optimizer.groups.1.lr_factor": {
         "optimizer": {"groups": [{"match": "mlp"}, {"match": "norm", "lr": 1e-4, "lr_factor": 2.0}]}
@@ -163,6 +164,14 @@ WRONG = {
 def test_settings_that_contradict_each_other_are_problems_of_their_key(key):
     (problem,) = problems(structure(WRONG[key], Fsdp2Config, None), "backend")
     assert problem.path == f"backend.{key}"
+
+
+@pytest.mark.parametrize(
+    "other", [{"lora": {"rank": 4}}, {"gradient_checkpointing": "selective"}, {"kernels": ["liger"]}], ids=str
+)
+def test_what_compiled_layers_do_not_go_with_is_named(other):
+    (problem,) = problems(structure({"compile": True, **other}, Fsdp2Config, None), "backend")
+    assert f"does not go with {next(iter(other))}: " in str(problem)
 
 
 def test_settings_that_fit_are_no_problems():

@@ -16,7 +16,7 @@ is for CPUs and attention without a window. GPUs use `whet_fsdp2.varlen`, and wh
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -127,7 +127,16 @@ def register() -> None:
     """Register `packed_attention` with transformers, in this process."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, packed_attention)
+
+
+@cache
+def register_apart() -> None:
+    """Register `packed_attention` as a function that `torch.compile` leaves as it is."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
 
 
 class _SegmentAttention(torch.autograd.Function):

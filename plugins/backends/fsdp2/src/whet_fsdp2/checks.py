@@ -13,6 +13,21 @@ def problems(config: Fsdp2Config, path: str) -> Iterator[Problem]:
     """Yield the problems of a section that stands at `path`."""
     yield from schedule.problems(config.schedule, f"{path}.schedule")
     yield from _optimizer(config.optimizer, f"{path}.optimizer")
+    if config.compile:
+        for other, given, change in _uncompiled(config):
+            yield Problem(f"{path}.compile", f"does not go with {other}: {given}; {change}, or leave it out")
+
+
+def _uncompiled(config: Fsdp2Config) -> Iterator[tuple[str, object, str]]:
+    """Yield the keys that compiled layers do not go with, each with its value and what to change."""
+    if config.parallel.tensor > 1:
+        yield "parallel.tensor", config.parallel.tensor, "set it to 1"
+    if config.lora is not None:
+        yield "lora", "its layers look their adapters up by name", "drop it"
+    if config.gradient_checkpointing == "selective":
+        yield "gradient_checkpointing", "selective", "set it to true or false"
+    if config.kernels:
+        yield "kernels", list(config.kernels), "drop them"
 
 
 def _optimizer(optimizer: OptimizerConfig, path: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, optional
 
-from whet.component import BackendFacts, MemoryTerm
+from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
@@ -102,6 +102,9 @@ class Fsdp2Config:
     kernels: tuple[Literal["liger"], ...] = ()
     """Kernels of other packages for GPUs. `liger`: RMS norms, rotations and SwiGLU of `liger-kernel`, which must be
     installed. When the model is loaded they are compared with its own code."""
+    compile: bool = False
+    """Compile the layers by `torch.compile`, once when the backend starts: up to a minute, and seconds in later runs of
+    the same user. It fuses what lies between matrix products. It needs a C++ compiler on a CPU, and Triton on a GPU."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and on one rank in bfloat16 the float32 weights too. Each step
     brings them to the GPU part by part. Numbers are bitwise the same; a step takes the time of the copies longer."""
@@ -131,7 +134,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
         adapter=adapter_info(config.lora) if config.lora else None,
         ranks=config.parallel.least_ranks,
-        problems=partial(problems, config.parallel, model, config.layout),
+        problems=partial(_problems, config, model),
         transports=(IN_PLACE, "shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
         in_place=TRANSFORMERS,
         memory=partial(memory, config, model) if model.parameters else None,
@@ -141,6 +144,12 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         forecast=forecast(config, model) if model.parameters else None,
         columns_wanted=config.experts.columns,
     )
+
+
+def _problems(config: Fsdp2Config, model: ModelInfo, ranks: int) -> Iterator[Problem]:
+    yield from problems(config.parallel, model, config.layout, ranks)
+    if config.compile and model.experts:
+        yield Problem("compile", "layers with experts are not compiled; leave it out")
 
 
 def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:

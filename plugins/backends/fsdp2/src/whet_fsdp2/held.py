@@ -142,15 +142,16 @@ class HeldModels:
             self._adapters = Adapters(model, config.lora, self._seed, config.head)
             self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
+        if not trained:
+            model.requires_grad_(False)
         root, layout = prepare(
-            model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels
+            model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,
+            compiled=config.compile,
         )  # fmt: skip
         if trained and config.gradient_checkpointing:
             enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)
-        if not trained:
-            model.requires_grad_(False)
         reshard(model)
         return root, layout
 

@@ -13,6 +13,7 @@ from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
+from whet_fsdp2.compiled import compile_layers
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.kernels import use_kernels
 from whet_fsdp2.narrowed import narrow
@@ -123,11 +124,13 @@ def _refuse_incomplete(path: str, report: Any) -> None:
 
 
 def prepare(
-    model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = ()
-) -> tuple[AnyRoot, Layout]:
+    model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = (),
+    *, compiled: bool = False,
+) -> tuple[AnyRoot, Layout]:  # fmt: skip
     """Return the model as a `Root` or `ValueRoot`, and its layout.
 
-    `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`.
+    `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`. `compiled`: see
+    `whet_fsdp2.compiled`.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
@@ -145,13 +148,23 @@ def prepare(
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
         _narrow(root, batch, expected)
-        if wanted == "padded":
-            return root, "padded"
-        layout: Layout = "packed" if wanted == "packed" else "shared"
-        problem = _try_packed(root, batch, layout, expected, context)
+        layout = _lay_out(root, batch, wanted, expected, context)
+        if compiled:
+            one = feed(batch, layout, _device(root), context)
+            compile_layers(model, lambda: _differ(_outputs(root, one), expected), tolerance)
+    return root, layout
+
+
+def _lay_out(root: AnyRoot, batch: Batch, wanted: str, expected: Any, context: Any) -> Layout:
+    """Switch the model to the layout that is wanted, and return it."""
+    if wanted == "padded":
+        return "padded"
+    model = root.model
+    layout: Layout = "packed" if wanted == "packed" else "shared"
+    problem = _try_packed(root, batch, layout, expected, context)
     if problem is None:
         _name_kernel(model)
-        return root, layout
+        return layout
     if context is not None:
         raise ConfigError(f"backend.parallel.context: packed rows do not work for {type(model).__name__}: {problem}")
     if wanted != "auto":
@@ -159,7 +172,7 @@ def prepare(
             f"backend.layout: {wanted!r} does not work for {type(model).__name__}: {problem}; use `layout: padded`"
         )
     log.warning("layout: padded, because packed rows do not work for %s: %s", type(model).__name__, problem)
-    return root, "padded"
+    return "padded"
 
 
 def _name_kernel(model: Any) -> None:
@@ -219,7 +232,7 @@ def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
 
 
 def _outputs(root: AnyRoot, one: Feed) -> np.ndarray[Any, Any]:
-    return spread(one, root(one, (root.probe,)))[root.probe].cpu().numpy()
+    return spread(one, root(one, (root.probe,)))[root.probe].detach().cpu().numpy()
 
 
 def _device(root: AnyRoot) -> torch.device:
