@@ -4,6 +4,7 @@
     python benchmarks/sft_step.py --rows 256 512     lengths of TRL's packed rows; the fastest counts
     python benchmarks/sft_step.py --model FOLDER --records FILE --rows 512 1024
                                                      the same with a model and records of your own
+    python benchmarks/sft_step.py --compile whet trl     both with layers compiled by torch.compile
 
 The figure is time for a token. Both train on the responses alone, and count prompts among the tokens. TRL's trainer
 puts all rows of a batch into one forward pass, whose attention reads every token with every other; so each row has a
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 512], help="tokens of a packed row of TRL")
+    parser.add_argument("--compile", nargs="*", default=[], choices=["whet", "trl"], help="who compiles its layers")
     parser.add_argument("--model", default=f"{START}/model", help="a model folder that transformers loads")
     parser.add_argument("--records", type=Path, help="JSON lines with prompt and completion, as texts")
     args = parser.parse_args()
@@ -103,6 +105,7 @@ def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
             "use": "fsdp2",
             "optimizer": {"lr": 1.0e-4, "betas": [0.9, 0.99]},
             "schedule": {"warmup_steps": 3},
+            "compile": "whet" in args.compile,
         },
         "data": {"train": [{"path": str(args.records)}]},
         "cluster": {"threads": {"backend": args.threads}},
@@ -118,7 +121,7 @@ def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
 def trl(args: argparse.Namespace, row: int) -> tuple[float, list[float], float]:
     """Train with TRL; give the seconds of a token, the losses, and the seconds until the end of the first step."""
     words = [args.model, str(args.records), "--steps", str(args.steps), "--threads", str(args.threads)]
-    words += ["--tokens", str(args.tokens), "--row", str(row)]
+    words += ["--tokens", str(args.tokens), "--row", str(row), *["--compile"] * ("trl" in args.compile)]
     began = time.time()
     told = json.loads(run(sys.executable, str(HERE / "trl_sft.py"), *words).splitlines()[-1])
     return statistics.median(told["seconds"][args.skip :]) / told["tokens"], told["losses"], told["first"] - began

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=256, help="tokens of a row into which records are packed")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(args.threads)
@@ -37,7 +38,7 @@ def main() -> None:
             save_strategy="no", logging_steps=1, disable_tqdm=True, lr_scheduler_type="constant_with_warmup",
             warmup_steps=3, adam_beta2=0.99, max_grad_norm=1.0, weight_decay=0.0, bf16=False,
             gradient_checkpointing=False, max_length=args.row, packing=True, per_device_train_batch_size=1,
-            gradient_accumulation_steps=args.tokens // args.row,
+            gradient_accumulation_steps=args.tokens // args.row, torch_compile=args.compile,
         ),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         train_dataset=Dataset.from_list(rows),

@@ -118,3 +118,13 @@ def test_kernels_of_liger_compute_what_the_model_does(make_worker, make_batch, g
     theirs = gradients(plain, make_batch(), WEIGHTED)
     for name, gradient in gradients(ours, make_batch(), WEIGHTED).items():
         assert relative(gradient, theirs[name]) < 1e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
+def test_compiled_layers_compute_what_the_model_does(make_worker, make_batch, gradients, options):
+    pytest.importorskip("triton")
+    plain, ours = (make_worker("llama", device="cuda:0", compile=one, **options) for one in (False, True))
+    theirs = gradients(plain, make_batch(), WEIGHTED)
+    for name, gradient in gradients(ours, make_batch(), WEIGHTED).items():
+        assert relative(gradient, theirs[name]) < 1e-2, name

@@ -136,7 +136,8 @@ def register_apart() -> None:
     """Register `packed_attention` as a function that `torch.compile` leaves as it is."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+    apart = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]  # torch's own
+    AttentionInterface.register(NAME, apart)
 
 
 class _SegmentAttention(torch.autograd.Function):

@@ -55,7 +55,8 @@ def compile_layers(model: Any, difference: Callable[[], float], tolerance: float
         with torch.set_grad_enabled(trained):
             off = difference()
     except Exception as error:  # the compiler has many exceptions of its own
-        words = f"torch.compile does not work for {kind} here: {str(error).strip().splitlines()[0]}"
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        words = f"torch.compile does not work for {kind} here: {told}"
         needs = "it needs a C++ compiler such as g++ on a CPU, and Triton on a GPU"
         raise ConfigError(f"backend.compile: {words} ({needs}); leave it out") from error
     if not off <= tolerance:
@@ -68,7 +69,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
     plain, outside = type(layer).forward, True
     while plain.__globals__["__name__"] == CHECKPOINTING:
         plain, outside = plain.__wrapped__, False  # older versions of transformers checkpoint around the module's call
-    run = torch.compile(plain.__get__(layer), dynamic=True)
+    run: Callable[..., Any] = torch.compile(plain.__get__(layer), dynamic=True)
     if outside:
         return run
 
