@@ -170,27 +170,40 @@ def write_chat_template(model: ModelInfo, folder: str | Path) -> None:
         (Path(folder) / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the weight files that `transformers` reads: those of the index, else `model.safetensors`, else all.
+
+    A folder can have the weights a second time, under other names (`consolidated.safetensors`). Raises `ConfigError` if
+    the index cannot be read.
+    """
+    folder = Path(folder)
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        try:
+            listed = set(loads(index.read_bytes(), MODEL_VALUES)["weight_map"].values())
+            return sorted(folder / Path(name).name for name in listed)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"model.path: {index} cannot be read: {error!r}") from error
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def check_weights(folder: str | Path) -> None:
     """Check that all weight files exist and have the length that their headers state. Incomplete downloads do not.
 
     Reads headers only. Raises `ConfigError` that names the file.
     """
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise ConfigError(f"model.path: {str(folder)!r} holds no weights: there is no *.safetensors in it")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ConfigError(f"model.path: {str(folder)!r} lacks {', '.join(missing[:3])}, which {INDEX} lists")
     for file in files:
         size, wanted = file.stat().st_size, _safetensors_size(file)
         if size != wanted:
             raise ConfigError(f"model.path: {file} has {size:,} bytes, its header tells of {wanted:,}; fetch it again")
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            listed = set(loads(index.read_bytes(), MODEL_VALUES)["weight_map"].values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"model.path: {index} cannot be read: {error!r}") from error
-        missing = sorted(listed - {file.name for file in files})
-        if missing:
-            raise ConfigError(f"model.path: {str(folder)!r} lacks {', '.join(missing[:3])}, which {index.name} lists")
 
 
 def _safetensors_size(file: Path) -> int:
@@ -221,7 +234,7 @@ def fingerprint(folder: str | Path) -> dict[str, str]:
     groups = {
         "config": ["config.json"],
         "tokenizer": ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"],
-        "weights": sorted(p.name for p in folder.glob("*.safetensors")),
+        "weights": [file.name for file in weight_files(folder)],
     }
     return {
         name: _hash([folder / file for file in files if (folder / file).exists()]) for name, files in groups.items()
@@ -258,7 +271,8 @@ def locate(path: str, revision: str | None = None, *, config_only: bool = False,
         ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model", *["*.py"] * code]
     )
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        second = ["consolidated*"]  # the same weights under other names
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=second))
     except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
         away = getattr(error, "response", None) is None  # no connection and nothing cached, or offline mode
         found = "the hub cannot be reached and the cache holds no" if away else "the hub does not give a"

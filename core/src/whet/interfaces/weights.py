@@ -47,6 +47,8 @@ class TransferSpec:
     """Number of receivers that a sender waits for. `broadcast`: all receivers. `cuda-ipc`: receivers on the sender's
     GPU. `shared`: the number of receivers that take the weights."""
     timeout_seconds: float = 300.0
+    drain_seconds: float = 0.0
+    """The time that receivers have in addition, to finish running requests before they take the weights."""
     token: str = field(default="", repr=False)
     """A secret in hexadecimal digits that sender and receiver must know. Transports that use the exchange need it."""
     kept: bool = True

@@ -135,7 +135,7 @@ def make_weight_sync(
     spec = TransferSpec(
         way.transport, str(folder.resolve()), "", 0, senders=way.senders, receivers=way.receivers,
         timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
-        adapter=way.adapter,
+        drain_seconds=section.deadlines.generate if on_weight_update == "drain" else 0.0, adapter=way.adapter,
     )  # fmt: skip
     address = cluster.launcher.address if cluster else lambda: "127.0.0.1"
     copy_memory = cluster.copy_memory if cluster else lambda *order: {}

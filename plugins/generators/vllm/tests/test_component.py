@@ -44,3 +44,10 @@ def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path,
         True,
     )
     assert "kv_cache_memory_bytes" not in on_gpu
+
+
+def test_the_cache_is_that_of_a_rank_and_needs_no_share_of_the_gpu(tmp_path: Path, tiny_model_folder: Path) -> None:
+    config = VllmConfig(cache_gib=40, tensor_parallel=4)
+    found = engine_arguments(config, make_context(tmp_path, "generator", tiny_model_folder), "cuda")
+    assert found["kv_cache_memory_bytes"] * 4 == 40 * 2**30, "vLLM counts for each GPU"
+    assert found["gpu_memory_utilization"] < 0.05, "vLLM refuses a GPU that has less than this share free"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WeightSyncError, WhetError, WorkerError, WorkerLost
@@ -61,6 +62,20 @@ class Losing:
         self._workers.restart(rank)
 
 
+class Timed:
+    """Workers that record the deadlines of calls."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self.seconds = workers, list[float]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workers, name)
+
+    def start_each(self, ranks: list[int], method: str, *args: Any, **options: Any) -> Any:
+        self.seconds.append(options["timeout_seconds"])
+        return self._workers.start_each(ranks, method, *args, **options)
+
+
 class Replacing:
     """Grants all; what comes back gets the weights of now once the weight sync under way has ended."""
 
@@ -92,6 +107,16 @@ def test_a_replica_that_is_replaced_while_weights_are_handed_over_gets_them_once
     assert not workers.replaced_before_it_was_asked
     received = sorted(line.split() for line in notes.read_text().splitlines())
     assert received == [["0", str(pids[0]), "7"], ["1", str(pids[1]), "7"]]
+
+
+def test_a_replica_may_finish_its_longest_request_before_it_takes_weights(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
+        workers = Timed(cluster.worker_group("generator").spawn(target, {"notes": str(tmp_path / "notes")}))
+        replicas = Replicas(workers, Replacing())
+        replicas.receive_weights(evolve(LINK, drain_seconds=1800.0), 7).result()
+        replicas.close()
+    assert workers.seconds == [1820.0]
 
 
 def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Only a whole model is taken, by name and shape."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from whet.errors import WeightSyncError
 from whet_weights.whole import Shape, check_whole, failure_among, stored_shapes
@@ -84,3 +88,18 @@ def test_one_process_that_refuses_is_a_failure_and_one_that_does_not_then_a_mixt
     reports: list[tuple[str, bool]], found: tuple[str, bool]
 ) -> None:
     assert failure_among([{"failure": failure, "spoilt": spoilt} for failure, spoilt in reports]) == found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_that_a_folder_has_a_second_time_under_other_names_are_not_wanted(
+    tiny_model_folder: Path, tmp_path: Path, sharded: bool
+) -> None:
+    for file in tiny_model_folder.iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    wanted = stored_shapes(tiny_model_folder)
+    if sharded:
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(wanted, "model-00001-of-00001.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
+    assert stored_shapes(tmp_path) == wanted

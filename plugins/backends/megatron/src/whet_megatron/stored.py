@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from whet.data.model_info import weight_files
 from whet.errors import WhetError
 
 
@@ -17,7 +18,7 @@ class StoredWeights:
         self._files: dict[str, Any] = {}
         self._file_of = _index(folder) or {
             name: file.name
-            for file in sorted(folder.glob("*.safetensors"))
+            for file in weight_files(folder)
             for name in list(self._open(file.name).keys())
         }
 

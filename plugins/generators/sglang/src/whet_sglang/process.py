@@ -32,6 +32,7 @@ Outcomes = asyncio.Queue[Outcome | Exception]
 @define(eq=False)
 class _Asked:
     task: asyncio.Task[None]
+    outcomes: Outcomes
     inside: bool = False
     """Whether the request has passed the gate."""
 
@@ -77,8 +78,8 @@ class Process:
         """Serve requests. Yields outcomes as they arrive; outcomes that arrive together are one list."""
         outcomes: Outcomes = asyncio.Queue()
         for request in requests:
-            self._asked[request.id] = _Asked(asyncio.create_task(self._serve(request, outcomes)))
-        mine = [self._asked[request.id].task for request in requests]
+            self._asked[request.id] = _Asked(asyncio.create_task(self._serve(request, outcomes)), outcomes)
+        mine = {request.id: self._asked[request.id].task for request in requests}
         try:
             left = len(requests)
             while left:
@@ -86,15 +87,18 @@ class Process:
                 left -= len(done)
                 yield done
         finally:
-            for task in mine:
+            for id_, task in mine.items():
                 task.cancel()
+                self._forget(id_, outcomes)
 
     async def abort(self, ids: list[str]) -> None:
         """End requests early: waiting requests at once, running requests at their next token."""
         for id_ in ids:
             asked = self._asked.get(id_)
             if asked is not None and not asked.inside:
-                asked.task.cancel("aborted")
+                del self._asked[id_]
+                asked.outcomes.put_nowait(nothing_yet(id_))
+                asked.task.cancel()  # a task that has not begun yet runs no line of `_serve`
         inside = [id_ for id_ in ids if id_ in self._asked and self._asked[id_].inside]
         await asyncio.gather(*map(self._abort, inside))
 
@@ -159,17 +163,18 @@ class Process:
     async def _serve(self, request: Request, outcomes: Outcomes) -> None:
         try:
             outcomes.put_nowait(await self._ask(request))
-        except asyncio.CancelledError as error:
-            if error.args == ("aborted",):
-                outcomes.put_nowait(nothing_yet(request.id))
-            raise
         except WeightSyncError as error:
             outcomes.put_nowait(error)
         except Exception as error:  # SGLang refuses a request with any kind of exception
             said = str(error) if isinstance(error, WhetError) else f"request {request.id}: SGLang refused it: {error}"
             outcomes.put_nowait((request.id, said))
         finally:
-            self._asked.pop(request.id, None)
+            self._forget(request.id, outcomes)
+
+    def _forget(self, id_: str, outcomes: Outcomes) -> None:
+        """Drop a request, unless one of the same name has taken its place."""
+        if id_ in self._asked and self._asked[id_].outcomes is outcomes:
+            del self._asked[id_]
 
     async def _ask(self, request: Request) -> Completion:
         limit = completion_limit(request, self._max_length, self._vocab_size, "SGLang", LOWEST_TEMPERATURE)

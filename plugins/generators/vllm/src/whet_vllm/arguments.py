@@ -18,6 +18,10 @@ BACKEND = "whet"
 """The name under which `whet_vllm.extension` registers its weight transfer with vLLM."""
 EXTENSION = "whet_vllm.extension.WhetWorker"
 
+UNUSED_FRACTION = 0.01
+"""`gpu_memory_utilization` where the size of the cache is given: vLLM then uses it only to refuse a GPU with less free
+memory."""
+
 ENGINE = ForeignEngine(
     Package(
         "vLLM",
@@ -68,8 +72,8 @@ def engine_arguments(config: VllmConfig, context: "RoleContext", device: str) ->
     known = {
         "max_model_len": context_length(config.max_context, context.max_context, model.max_positions) or None,
         "max_num_seqs": config.max_batch,
-        "kv_cache_memory_bytes": int(cache * 2**30) if cache else None,
-        "gpu_memory_utilization": None if on_cpu else config.memory_fraction,
+        "kv_cache_memory_bytes": int(cache * 2**30) // config.tensor_parallel if cache else None,  # of a process
+        "gpu_memory_utilization": None if on_cpu else UNUSED_FRACTION if config.cache_gib else config.memory_fraction,
         "enable_chunked_prefill": False if on_cpu else None,  # its runner fails on split prompts with a seed
     }
     return {

@@ -48,7 +48,7 @@ class Replicas:
 
         A replica serves requests made from now on when it has the weights.
         """
-        seconds = spec.timeout_seconds
+        seconds = spec.timeout_seconds + spec.drain_seconds
         taking = self._started(
             "receive_weights", spec, spec.version, on_weight_update, phase="weight_sync", seconds=seconds
         )

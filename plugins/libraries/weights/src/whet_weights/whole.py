@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.data.bounded import MODEL_VALUES, loads
+from whet.data.model_info import weight_files
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import STREAMED, TransferSpec
 from whet_weights.transfer import receive
@@ -26,9 +27,9 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def stored_shapes(folder: str | Path) -> dict[str, Shape]:
-    """Return names and shapes of all tensors of a model folder, from the headers of its safetensors files."""
+    """Return names and shapes of all tensors of a model folder, from the headers of its weight files."""
     found: dict[str, Shape] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > LONGEST_HEADER:
