@@ -7,6 +7,7 @@ import pytest
 from attrs import evolve, frozen
 
 from whet.component import AlgorithmFacts, BackendFacts, Component, Facts, GeneratorFacts, MemoryTerm, Selection
+from whet.config.cluster import RecoverySection
 from whet.config.sections import ClusterSection, Config, ModelSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.plan.placement import Machine
@@ -80,6 +81,22 @@ def test_weights_that_processes_share_wait_on_the_host() -> None:
     (here,), (there,) = apart.memory, together.memory
     assert dict(here.terms)["backend: weights for the generator"] == 2 * model.parameters > 2 * GIB
     assert "backend: weights for the generator" not in dict(there.terms)
+
+
+def test_the_copy_for_replicas_that_are_restarted_waits_on_the_host_of_the_trainer() -> None:
+    shape = {"hidden_size": 1 << 12, "num_attention_heads": 32, "num_hidden_layers": 16, "vocab_size": 1 << 15}
+    model = ModelInfo("models/x", {**MODEL.config, **shape})
+    ways = ("shared", "broadcast", "shared-memory")
+    facts = {**FACTS, **{name: evolve(FACTS[name], transports=ways) for name in ("backend", "generator")}}
+    for replicas, wanted in ((8, 2 * model.parameters), (0, 0)):
+        plan = planned(
+            Machine(8, 2, 64 * GIB, (40 * GIB, 40 * GIB)), facts, model, gpus={"backend": 1, "generator": 1}, colocate=[],
+            recovery=RecoverySection(replicas=replicas),
+        )  # fmt: skip
+        assert plan.way is not None
+        assert plan.way.transport == "broadcast"
+        (host,) = (room for room in plan.memory if room.place == "the host")
+        assert dict(host.terms).get("backend: weights for the generator", 0) == wanted
 
 
 def test_what_every_rank_loads_whole_counts_where_it_is_more_than_all_hold_later() -> None:

@@ -147,7 +147,8 @@ def make_plan(
     context = config.rollout.max_context or model.max_positions
     imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
     planned = (plan_role(config.cluster, roles, name, machine, bool(staleness)) for name in roles.names)
-    placed = tuple(_with_way(role, way, model) for role in planned)
+    kept = config.cluster.recovery.enabled and config.cluster.recovery.replicas > 0
+    placed = tuple(_with_way(role, way, model, kept=kept) for role in planned)
     lacking = tuple(str(problem) for problem in gpu_problems(config.cluster, roles, placed, machine))
     found = rooms(config.cluster, roles, placed, turns, machine)
     full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine))
@@ -160,17 +161,20 @@ def make_plan(
     return plan, []
 
 
-def _with_way(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
+def _with_way(role: RolePlan, way: Way | None, model: ModelInfo, *, kept: bool) -> RolePlan:
     """Return a role with the memory that the way of the weights decides: what is lent, and for the backend the copy of
-    the weights that processes of one machine share, in the smallest dtype.
+    the weights that processes of one machine share, or that is `kept` for late receivers, in the smallest dtype.
     """
     if role.role != "backend" or way is None or way.transport != IN_PLACE:
         role = attrs.evolve(role, memory=tuple(attrs.evolve(term, lent=False) for term in role.memory))
-    sent = way is not None and way.transport == "shared-memory" and way.adapter is None
-    if role.role != "backend" or not sent or not model.parameters:
+    changes = {"shared-memory": "cluster.transport: disk hands weights over by files"}
+    if kept:
+        late = "cluster.recovery.replicas: 0 keeps no copy for replicas that are restarted"
+        changes |= {"broadcast": late, "cuda-ipc": late}
+    if role.role != "backend" or way is None or way.adapter or way.transport not in changes or not model.parameters:
         return role
-    change = "cluster.transport: disk hands weights over by files"
     shared = MemoryTerm(
-        "weights for the generator", model.weight_bytes("bfloat16") // role.ranks, place="host", change=change
-    )
+        "weights for the generator", model.weight_bytes("bfloat16") // role.ranks, place="host",
+        change=changes[way.transport],
+    )  # fmt: skip
     return attrs.evolve(role, memory=(*role.memory, shared))

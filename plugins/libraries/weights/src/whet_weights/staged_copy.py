@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGN = 64
-_GROW = 16 << 20
+_SLAB_BYTES = 64 << 20
+"""A power of two, to which torch rounds a piece of pinned memory. It never gives one back, so pieces do not grow."""
 _HELLO_SECONDS = 10.0
 _LARGEST_HELLO = 1 << 16
 _SESSIONS_KNOWN = 256
@@ -46,7 +48,8 @@ class StagedCopy:
 
     def __init__(self, address: str, token: str) -> None:
         self.token = token
-        self._buffer: torch.Tensor | None = None
+        self._slabs: list[torch.Tensor] = []
+        """Host memory in pieces of one size, in which the bytes lie one after another."""
         self._end = 0
         self._session, self._timeout = "", 0.0
         self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
@@ -80,31 +83,30 @@ class StagedCopy:
         import torch
 
         kind = getattr(torch, dtype) if dtype else tensor.dtype
+        data = tensor.detach().to(kind).reshape(-1).view(torch.uint8)
         begin = -(-self._end // _ALIGN) * _ALIGN
-        self._end = begin + tensor.numel() * kind.itemsize
-        stored: torch.Tensor = self._room(tensor.is_cuda)[begin : self._end].view(kind).view(tensor.shape)
-        stored.copy_(tensor.detach())
-        return Entry(name, tuple(tensor.shape), dtype_name(kind), checksum(stored), "", begin)
+        self._end = begin + len(data)
+        while len(self._slabs) * _SLAB_BYTES < self._end:  # a GPU writes fast to pinned memory
+            self._slabs.append(torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda))
+        done = 0
+        for piece in self._pieces(begin, self._end):
+            piece.copy_(data[done : done + len(piece)])
+            done += len(piece)
+        return Entry(name, tuple(tensor.shape), dtype_name(kind), checksum(data), "", begin)
+
+    def _pieces(self, begin: int, end: int) -> "Iterator[torch.Tensor]":
+        """Yield the pieces of memory from one byte to another."""
+        while begin < end:
+            slab, offset = divmod(begin, _SLAB_BYTES)
+            size = min(end - begin, _SLAB_BYTES - offset)
+            yield self._slabs[slab][offset : offset + size]
+            begin += size
 
     def publish(self, manifest: Manifest) -> None:
         """Serve this manifest from now on."""
         with self._changed:
             self._manifest = manifest
             self._changed.notify_all()
-
-    def _room(self, pinned: bool) -> "torch.Tensor":
-        """Return the buffer, large enough for all tensors. A GPU writes fast to pinned memory."""
-        import torch
-
-        old = self._buffer
-        if old is None or old.numel() < self._end:
-            held = 0 if old is None else old.numel()
-            size = max(self._end, held + min(held, 64 * _GROW), _GROW)
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            if old is not None:
-                self._buffer[:held] = old
-        assert self._buffer is not None
-        return self._buffer
 
     def _serve(self, name: str, connection: socket.socket) -> None:
         kind, session, _ = name.split("/")
@@ -136,15 +138,15 @@ class StagedCopy:
             self._changed.wait_for(
                 lambda: self._session != session or self._manifest is not None, max(0.0, until - time.monotonic())
             )
-            held, manifest, buffer = self._session, self._manifest, self._buffer
+            held, manifest = self._session, self._manifest
         if manifest is None or manifest.session != session:
             found = f"session {held}" if manifest else f"session {held}, which is not complete"
             send_message(connection, encode({"refused": f"it holds {found}"}))
             return
         send_message(connection, encode({"manifest": {**attrs.asdict(manifest), "entries": plain(manifest.entries)}}))
         for entry in manifest.entries:
-            assert buffer is not None  # there are entries
-            connection.sendall(buffer[entry.offset : entry.offset + byte_count(entry)].numpy().data)
+            for piece in self._pieces(entry.offset, entry.offset + byte_count(entry)):
+                connection.sendall(piece.numpy().data)
         with self._changed:
             now = "" if self._manifest is None else self._manifest.session
         send_message(connection, encode({"session": now}))
