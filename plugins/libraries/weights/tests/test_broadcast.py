@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import attrs
 import pytest
@@ -16,7 +17,9 @@ import torch
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet_weights import broadcast, bucket_stream
+from whet_weights.bucket_stream import tell, told
 from whet_weights.exchange import Exchange
+from whet_weights.meeting import address, connect, offers
 from whet_weights.transfer import receive, send
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -75,6 +78,26 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
         names |= {group.name for key, group in broadcast._groups.items() if key[1] == exchange.address}
     assert len(names) == 1
     assert warnings() == []
+
+
+def test_a_receiver_that_is_gone_before_it_joins_holds_nobody_up(
+    exchange: Exchange, warnings: Callable[[], list[str]]
+) -> None:
+    spec, sent = make_spec(exchange, timeout_seconds=200.0), make_weights()
+
+    def leaves() -> None:
+        (offer,) = offers(spec, 0, time.monotonic() + 30)
+        with closing(connect(spec, address(offer), f"stream/{spec.session}/0")) as connection:
+            tell(connection, {"held": ""})
+            assert "meet" in told(connection, time.monotonic() + 30)
+
+    with ThreadPoolExecutor() as pool:
+        gone = pool.submit(leaves)
+        stays = pool.submit(lambda: {name: tensor.clone() for name, tensor in receive(spec, 1)})
+        pool.submit(send, spec, sent, 0).result(60)
+        gone.result(60)
+        assert_same(stays.result(60), sent)
+    assert "gone that was to take part" in warnings()[0]
 
 
 def test_senders_are_heard_one_after_another(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:
@@ -190,7 +213,9 @@ LEAVING = """
 import sys, threading, torch
 from whet.errors import WeightSyncError
 from whet_weights import broadcast
+from whet_weights.bucket_stream import tell, told
 from whet_weights.exchange import Exchange
+from whet_weights.meeting import address, connect, offers
 from whet_weights.transfer import receive, send
 from whet.interfaces.weights import TransferSpec
 exchange = Exchange("127.0.0.1")

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from whet_weights.staged_copy import StreamReceiver, own_address
 if TYPE_CHECKING:
     import torch
 
+_JOIN_SECONDS = 0.05
 _POLL_SECONDS = 0.0005
 
 
@@ -139,7 +141,7 @@ class _Sending:
         for rank, connection in enumerate(self._receivers, start=1):
             meeting = {"name": name, "host": host, "port": port, "rank": rank, "size": size, "kind": kind}
             tell(connection, {"meet": meeting})
-        made = _join(store, 0, size, self._device, host, seconds)
+        made = _join(store, 0, size, self._device, host, seconds, self._receivers)
         with _lock:
             _groups[self._key] = _Group(name, size, self._device, made, store)
 
@@ -177,7 +179,7 @@ class _Receiving:
             raise
         return self._buffer[:size]
 
-    def meet(self, sender: int, meeting: dict[str, Any]) -> None:
+    def meet(self, connection: socket.socket, sender: int, meeting: dict[str, Any]) -> None:
         """Join the group in the sender's meeting message."""
         import torch
         import torch.distributed as dist
@@ -189,7 +191,8 @@ class _Receiving:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds)
         )
-        group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._spec), seconds)
+        host = own_address(self._spec)
+        group = _join(store, meeting["rank"], meeting["size"], device, host, seconds, [connection])
         with _lock:
             _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
 
@@ -200,18 +203,36 @@ class _Receiving:
         return ("receive", self._spec.address, sender, self._receiver)
 
 
-def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float) -> Any:
-    """Join a process group that is not registered with torch's own functions. Blocks until all members have joined."""
+def _join(
+    store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float, others: Sequence[socket.socket]
+) -> Any:
+    """Join a process group that is not registered with torch's own functions. Blocks until all members have joined.
+
+    Raises `Broken` if a process at the other end of a connection is gone before.
+    """
     import torch.distributed as dist
 
-    if device.type == "cuda":
+    if device.type == "cuda":  # its members meet in the first broadcast
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    made = Future[Any]()
+
+    def join() -> None:
+        try:
+            made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+        except BaseException as error:
+            made.set_exception(error)
+
+    # gloo's own wait cannot be ended: it goes on in the thread until `seconds` are over.
+    threading.Thread(target=join, name="join a broadcast", daemon=True).start()
+    while not wait([made], _JOIN_SECONDS).done:
+        if any(map(is_gone, others)):
+            raise Broken("a process is gone that was to take part in the broadcast")
+    return made.result()
 
 
 def _forget(key: tuple[str, str, int, int]) -> None:

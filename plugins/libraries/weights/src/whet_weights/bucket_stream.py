@@ -71,8 +71,8 @@ class Receiving(Protocol):
     def hello(self, sender: int) -> dict[str, Any]:
         """Return the message that introduces this receiver to a sender."""
 
-    def meet(self, sender: int, meeting: dict[str, Any]) -> None:
-        """Prepare as a sender requests in `meeting`, before its first bucket."""
+    def meet(self, connection: socket.socket, sender: int, meeting: dict[str, Any]) -> None:
+        """Prepare as a sender requests in `meeting` on its connection, before its first bucket. Raises `Broken`."""
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
         """Return the bytes of a bucket."""
@@ -221,7 +221,7 @@ def _bucket(
     entries = entries_of(head.get("bucket", ()))
     try:
         if "meet" in head:
-            plane.meet(sender, head["meet"])
+            plane.meet(connection, sender, head["meet"])
             return
         data = plane.take(connection, sender, head)
     except (RuntimeError, OSError) as error:

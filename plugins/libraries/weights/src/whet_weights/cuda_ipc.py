@@ -100,7 +100,7 @@ class _Receiving:
         """Return an empty message: the sender needs to know nothing."""
         return {}
 
-    def meet(self, sender: int, meeting: dict[str, Any]) -> None:
+    def meet(self, connection: socket.socket, sender: int, meeting: dict[str, Any]) -> None:
         """Do nothing: there is no group to join."""
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
