@@ -90,8 +90,8 @@ def test_the_copy_for_replicas_that_are_restarted_waits_on_the_host_of_the_train
     facts = {**FACTS, **{name: evolve(FACTS[name], transports=ways) for name in ("backend", "generator")}}
     for replicas, wanted in ((8, 2 * model.parameters), (0, 0)):
         plan = planned(
-            Machine(8, 2, 64 * GIB, (40 * GIB, 40 * GIB)), facts, model, gpus={"backend": 1, "generator": 1}, colocate=[],
-            recovery=RecoverySection(replicas=replicas),
+            Machine(8, 2, 64 * GIB, (40 * GIB, 40 * GIB)), facts, model, gpus={"backend": 1, "generator": 1},
+            colocate=[], recovery=RecoverySection(replicas=replicas),
         )  # fmt: skip
         assert plan.way is not None
         assert plan.way.transport == "broadcast"

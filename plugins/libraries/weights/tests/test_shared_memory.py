@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet_weights import shared_memory
+from whet_weights.driver import Files
 from whet_weights.transfer import receive, send
 
 
@@ -151,3 +153,24 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
         send(spec, [("a", tensor), ("b", tensor * 2)])
         output, _ = process.communicate(timeout=60)
     assert float(output) == pytest.approx(3 * float(tensor.double().sum()))
+
+
+def held() -> int:
+    """Return the bytes of weights that this process keeps open."""
+    sizes = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            sizes += link.stat().st_size if "whet-tensors" in os.readlink(link) else 0
+    return sizes
+
+
+def test_a_run_whose_workers_are_in_its_process_leaves_no_memory(tmp_path: Path) -> None:
+    before = held()
+    spec = make_spec(tmp_path)
+    driver = Files(spec, lambda: "127.0.0.1", lambda *_: {})
+    send(spec, [("a", torch.zeros(1 << 20))])
+    ((_, tensor),) = receive(spec)
+    assert held() > before
+    driver.close()
+    assert held() == before
+    assert not tensor.any(), "a tensor that is in use stays"

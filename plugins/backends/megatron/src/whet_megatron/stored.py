@@ -17,9 +17,7 @@ class StoredWeights:
         self._folder, self._stack = folder, stack
         self._files: dict[str, Any] = {}
         self._file_of = _index(folder) or {
-            name: file.name
-            for file in weight_files(folder)
-            for name in list(self._open(file.name).keys())
+            name: file.name for file in weight_files(folder) for name in list(self._open(file.name).keys())
         }
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import attrs
 
 from whet.interfaces.weights import CopyMemory, TransferSpec
+from whet_weights import shared_memory
 from whet_weights.carry import carry
 from whet_weights.exchange import Exchange
 
@@ -20,7 +21,8 @@ class Files:
         carry(spec, self._copy_memory)
 
     def close(self) -> None:
-        """Do nothing: the run's scratch folder ends with the run."""
+        """Free the memory of workers in this process. The files end with the run's scratch folder."""
+        shared_memory.release(self.spec.address)
 
 
 class Streams:

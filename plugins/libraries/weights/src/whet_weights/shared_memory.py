@@ -96,6 +96,15 @@ def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch
     still_current(spec, manifests)
 
 
+def release(address: str) -> None:
+    """Free what this process holds of the memory of a run's transfers. Tensors that are in use keep theirs."""
+    for key in [key for key in _mappings if key[0] == address]:
+        del _mappings[key]
+    for own in [key for key in _rooms if key[0] == address]:
+        if (room := _rooms.pop(own)).descriptor >= 0:
+            os.close(room.descriptor)
+
+
 def _room(spec: TransferSpec, sender: int) -> _Room:
     """Return the memory of a sender of this process, which is the same for all sessions of a run."""
     found = _rooms.get((spec.address, sender))
