@@ -158,6 +158,30 @@ def test_programs_that_read_stdin_are_graded_by_cases(tmp_path: Path, packed: bo
 
 
 @pytest.mark.parametrize(
+    ("cases", "why"),
+    [
+        ({"fn_name": "add", "inputs": [["1"]], "outputs": ["3"]}, "call the function 'add'"),
+        ({"inputs": [[1, 2]], "outputs": ["3"]}, "is neither text nor a list of lines"),
+        ({"inputs": ["1"], "outputs": [{"a": 1}]}, "is neither text nor a list of lines"),
+    ],
+)
+def test_cases_that_are_no_text_are_refused(tmp_path: Path, cases: dict[str, Any], why: str) -> None:
+    record = {"question": "Add the numbers.", "cases": cases}
+    settings = {"question": "question", "before": "", "cases": "cases", "entry_point": ""}
+    environment = made(tmp_path, record, **settings)
+    with pytest.raises(DataError, match=why):
+        environment.tasks("test")
+    environment.close()
+
+
+def test_cases_of_lines_are_joined(tmp_path: Path) -> None:
+    record = {"question": "Add the numbers.", "cases": {"inputs": [["2", "1 3"], 7], "outputs": [["4"], 7]}}
+    settings = {"question": "question", "before": "", "cases": "cases", "entry_point": ""}
+    program = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split()[-2:])))\n```"
+    assert played(made(tmp_path, record, **settings), program)[0]["correct"] == 1.0
+
+
+@pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"test": "pass"}, "assert nothing"), ({"test": None}, "assert nothing"), ({"prompt": " "}, "missing or empty"),

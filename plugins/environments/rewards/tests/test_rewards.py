@@ -160,6 +160,35 @@ def test_the_last_answer_counts_where_it_is_looked_for(where: str, text: str) ->
     assert score("I do not know", "I do not know", use="exact-match", answer=where) == (where == "response")
 
 
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("", "A"),
+        ("The", "A"),
+        ("!!!", "A"),
+        ("-", "+"),
+        ("-5", "5"),
+        ("1.5", "15"),
+        (".5", "5"),
+        ("it is -5", "it is 5"),
+    ],
+)
+@pytest.mark.parametrize("use", ["exact-match", "fuzzy-match"])
+def test_an_answer_is_not_right_because_nothing_or_other_numbers_are_left_of_it(text: str, gold: str, use: str) -> None:
+    assert score(text, gold, use=use) < 1
+    assert score(gold, gold, use=use) == 1
+    assert score(f"<answer>{text}</answer>", gold, use=use, answer="tag") < 1
+
+
+@pytest.mark.parametrize(("text", "gold"), [("5.", "5"), ("1,000", "1000"), ("well-known", "Well-Known"), ("a", "A")])
+def test_punctuation_around_words_and_in_numbers_does_not_matter(text: str, gold: str) -> None:
+    assert score(text, gold, use="exact-match") == 1
+
+
+def test_an_answer_of_signs_alone_is_compared_as_it_is() -> None:
+    assert [score(text, "+", use="exact-match", ignoring="signs") for text in ("+", "-", "")] == [1, 0, 0]
+
+
 def test_any_of_several_right_answers_counts() -> None:
     assert score("NYC", ["New York City", "NYC"], use="exact-match") == 1
     assert score("new york", ["NYC", "New York City"], use="fuzzy-match") == pytest.approx(0.8)
@@ -171,7 +200,8 @@ def test_any_of_several_right_answers_counts() -> None:
         ("the cat sat", "a cat sat down", 0.8),  # cat, sat: precision 2/2, recall 2/3
         ("cat cat", "cat", 2 / 3),  # precision 1/2, recall 1
         ("dog", "cat", 0),
-        ("The", "a", 1),
+        ("The", "a", 0),
+        ("", "A", 0),
         ("", "cat", 0),
     ],
 )

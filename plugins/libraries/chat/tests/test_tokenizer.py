@@ -319,6 +319,29 @@ def test_white_space_at_the_end_of_an_answer_is_trained_whatever_closes_the_turn
     assert text_of(chat, last.tokens[last.loss_mask]) == trained[1]
 
 
+def test_turns_that_the_header_of_the_next_turn_ends_are_trained_with_it(tmp_path):
+    """As GLM's: the user or the result of a tool ends the assistant's turn, and nothing ends the last one."""
+    names = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    tokenizer = make_bytes("<|endoftext|>", names)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    chat = ChatTokenizer(tmp_path)
+    roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
+    talk = tuple(Message(role, f"text {n}") for n, role in enumerate(roles))
+    found = chat.training(talk)
+    trained = text_of(chat, found.tokens[found.loss_mask])
+    assert trained == "text 1<|user|>text 3<|observation|>text 5<|endoftext|>"
+    last = chat.training(talk, train_on="last")
+    assert last.tokens.tolist() == found.tokens.tolist()
+    assert text_of(chat, last.tokens[last.loss_mask]) == "text 5<|endoftext|>"
+    assert last.prompt_length == len(chat.prompt(talk[:-1]))
+
+
 def test_an_answer_that_quotes_the_end_token_is_trained_to_its_end(load):
     chat, _ = load("bytes", PLAIN_ROLES.format("", "\n", ASKED))
     found = chat.training((Message("user", "how?"), Message("assistant", "write <|im_end|> last\n")))
@@ -442,6 +465,12 @@ def test_begin_tokens_are_not_doubled(load):
     assert (chat.training(TALK).tokens == bos).sum() == 1
     assert (chat.encode("What is") == bos).sum() == 0
     assert chat.opening == (bos,)
+    rendered, opened = chat.render(TALK), chat.render(TALK[:1], generation_prompt=True)
+    for found in (chat.training_text(rendered), chat.training_completion(opened, "x")):
+        assert (found.tokens == bos).sum() == 1
+        assert found.tokens[0] == bos
+        assert not found.loss_mask[0]
+    assert chat.training_completion(opened, "x").prompt_length == len(chat.prompt(TALK[:1]))
 
 
 def test_plain_text_gets_begin_and_end_tokens_and_no_loss_on_the_first(load):

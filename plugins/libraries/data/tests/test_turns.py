@@ -5,11 +5,13 @@ import json
 import jinja2
 import pytest
 
+from whet.config.sections import DataFile
 from whet.data.messages import Call, Message
 from whet.errors import DataError
 from whet.plugins.features import chats
 from whet_data.demonstrations import encode
 from whet_data.preferences import encode_pair
+from whet_data.readers import read
 from whet_data.turns import conversation_of, tools_of
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -130,6 +132,43 @@ def test_what_a_template_leaves_out_is_refused(tiny_model_folder, record, words)
         pair = {"prompt": [ASKED], "chosen": [record["messages"][1]], "rejected": "8", "tools": record.get("tools")}
         with pytest.raises(DataError, match=words):
             encode_pair(pair, plain, {})
+
+
+@pytest.mark.parametrize("tools", [[], [ADD]], ids=["no tools", "tools"])
+def test_a_template_that_lists_tools_and_leaves_out_calls_is_refused(tiny_model_folder, tools):
+    calls = TEMPLATE[TEMPLATE.index("{% for c in") : TEMPLATE.index("<|im_end|>\n")]
+    chat = chats().ChatTokenizer(tiny_model_folder, TEMPLATE.replace(calls, ""))
+    with pytest.raises(DataError, match="leaves out the tool call 'add'"):
+        encode({"messages": [ASKED, CALLS, TOLD, SAYS], "tools": tools}, chat, {})
+
+
+def test_records_of_a_table_have_no_fields_of_other_records(tmp_path, chat):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow reads Parquet files")
+    import pyarrow
+
+    records = []
+    for name, arguments in (("weather", {"city": "Paris", "days": [1]}), ("calc", {"expr": "1+1"})):
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        call = {"id": "c", "function": {"name": name, "arguments": arguments}}
+        records.append(
+            {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+        )
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    names = ("a.parquet", "a.jsonl")
+    ((first, second), wanted) = ([row.record for row in read(DataFile(str(tmp_path / name)))] for name in names)
+    assert first["messages"][1]["tool_calls"][0]["function"]["arguments"]["expr"] is None, "the table has the field"
+    for found, record in zip((first, second), wanted, strict=True):
+        assert conversation_of(found["messages"]) == conversation_of(record["messages"])
+        assert tools_of(found["tools"]) == tools_of(record["tools"])
+        assert trained(chat, found) == trained(chat, record)
+
+
+def test_text_keeps_its_empty_fields():
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": null}'}}
+    ((made,),) = (message.calls for message in conversation_of([{**CALLS, "tool_calls": [call]}]))
+    assert made.arguments == '{"a": null}'
 
 
 def test_pairs_have_calls_too(chat):

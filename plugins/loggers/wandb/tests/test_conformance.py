@@ -54,3 +54,9 @@ def test_attempts_that_begin_in_one_second_are_all_found_in_order(tmp_path):
         (folder / f"run-{name.split('-')[2]}.wandb").touch()
     found = [file.parent.name.removeprefix("offline-") for file in offline.files(tmp_path, "ab")]
     assert found == names[::-1]
+
+
+def test_the_end_of_a_run_waits_for_wandb_with_a_limit(tmp_path: Path) -> None:
+    logger = WandbLogger(WandbConfig(mode="offline", finish_seconds=7), RunInfo(tmp_path, "it"))
+    assert logger._run.settings.finish_timeout == 7
+    logger.close(failed=False)

@@ -175,9 +175,21 @@ def _cases(row: Row, field: str) -> list[dict[str, str]]:
     try:
         held: Any = json.loads(value) if isinstance(value, str) else value
         inputs, outputs = held["inputs"], held["outputs"]
-        pairs = [{"input": str(one), "output": str(other)} for one, other in zip(inputs, outputs, strict=True)]
+        pairs = [{"input": _lines(one), "output": _lines(other)} for one, other in zip(inputs, outputs, strict=True)]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"the field {field!r} has no `inputs` and `outputs` of one length: {error}") from error
     if not pairs:
         raise DataError(f"the field {field!r} has no case")
+    if held.get("fn_name"):
+        words = "wanted programs that read stdin, or `tests` that call a function"
+        raise DataError(f"the cases in the field {field!r} call the function {held['fn_name']!r:.60}; {words}")
     return pairs
+
+
+def _lines(value: Any) -> str:
+    """Return the text of an input or output: a text, a number, or a list of lines. Raises `TypeError`."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return "\n".join(value)
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"{value!r:.60} is neither text nor a list of lines")
+    return str(value)

@@ -14,7 +14,8 @@ from whet_env_rewards.config import AnswerConfig, ExactMatchConfig, FuzzyMatchCo
 from whet_sandbox.boxed import last_boxed
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = re.compile(rf"(?!(?<![\w.])-(?=\.?\d)|(?<=\d)\.(?=\d)|(?<!\w)\.(?=\d))[{re.escape(string.punctuation)}]")
+"""Punctuation, but for the sign and the decimal point of a number."""
 LONGEST = 10_000
 """A longer answer is wrong."""
 
@@ -35,7 +36,7 @@ class ExactMatch:
         ignoring = self._config.ignoring
         if ignoring == "style":
             return " ".join(words_of(text))
-        return text.strip() if ignoring == "nothing" else "".join(filter(str.isalnum, text)).lower()
+        return text.strip() if ignoring == "nothing" else "".join(filter(str.isalnum, text)).lower() or text.strip()
 
 
 class FuzzyMatch:
@@ -105,9 +106,11 @@ def golds_of(episode: Finished, key: str) -> Sequence[str]:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text without case, punctuation and articles: Rajpurkar et al. 2016 (arXiv:1606.05250), as
-    in the official evaluation of SQuAD.
+    in the official evaluation of SQuAD, with two exceptions. A number keeps its sign and decimal point. Where nothing
+    else is left, as of the answer `A`, articles and punctuation stay: else every empty answer would be right.
     """
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    lower = text.lower()
+    return _ARTICLES.sub(" ", _PUNCTUATION.sub("", lower)).split() or lower.split()
 
 
 def f1(answer: str, gold: str) -> float:

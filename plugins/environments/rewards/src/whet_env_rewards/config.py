@@ -157,7 +157,7 @@ class ExactMatchConfig(AnswerConfig):
 
     ignoring: Literal["nothing", "style", "signs"] = "style"
     """What does not matter. `nothing`: white space at the ends. `style`: case, punctuation, articles and white space,
-    as in SQuAD. `signs`: everything but letters and digits, and case."""
+    as in SQuAD, but for signs and decimal points of numbers. `signs`: everything but letters and digits, and case."""
 
 
 @frozen

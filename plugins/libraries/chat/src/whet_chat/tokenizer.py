@@ -127,7 +127,7 @@ class ChatTokenizer:
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """Return the tokens that end a turn: the end tokens of tokenizer, generation config and chat template."""
-        ids = [self._tokenizer.token_to_id(self._special.get("eos_token", "")), self._end_of_turn]
+        ids = [self._eos_token, self._end_of_turn]
         ids += self._eos if isinstance(self._eos, list) else [self._eos]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
@@ -220,12 +220,15 @@ class ChatTokenizer:
         for i in chosen:
             spans.append(self._turn(conversation, i, whole, stop))
             stop = stop or self._stop_at_end(whole[slice(*spans[-1])], conversation[i])
-        return self._masked(whole, spans)
+        found = self._masked(whole, spans)
+        eos = self._eos_token
+        return _ended(found, eos) if eos is not None and self._is_open(whole, spans[-1]) else found
 
     def training_text(self, text: str) -> Trainable:
         """Tokenise plain text for training on all of it, between the tokenizer's own begin and end tokens."""
-        tokens = self._tokenizer.encode(text).ids
-        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        tokens, begin, eos = self._tokenizer.encode(text).ids, self._begin, self._eos_token
+        if begin and tokens[: 2 * len(begin)] == 2 * begin:  # the text has them, too
+            tokens = tokens[len(begin) :]
         if eos is not None and tokens[-1:] != [eos]:
             tokens = [*tokens, eos]
         # No token comes before the first one, so nothing predicts it.
@@ -234,17 +237,16 @@ class ChatTokenizer:
     def training_completion(self, prompt: str, completion: str) -> Trainable:
         """Tokenise a prompt and its completion without a template. The loss is on the completion.
 
-        The tokenizer's own begin and end tokens are put around both. The prompt has the same tokens as without the
-        completion.
+        The tokenizer's own begin and end tokens are put around both, where the texts do not have them. The prompt has
+        the same tokens as without the completion.
         """
         text = prompt + completion
-        found = self._masked(text, [(len(prompt), len(text))])
-        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
-        begin = self._begin
-        end = [] if eos is None or found.tokens[-1] == eos else [eos]
-        tokens = np.concatenate([np.array(begin, np.int64), found.tokens, np.array(end, np.int64)])
-        mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask, np.ones(len(end), np.bool_)])
-        return Trainable(tokens, mask, len(begin) + found.prompt_length)
+        found, eos = self._masked(text, [(len(prompt), len(text))]), self._eos_token
+        begin = [] if found.tokens[: len(self._begin)].tolist() == self._begin else self._begin
+        tokens = np.concatenate([np.array(begin, np.int64), found.tokens])
+        mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask])
+        found = Trainable(tokens, mask, len(begin) + found.prompt_length)
+        return found if eos is None or tokens[-1] == eos else _ended(found, eos)
 
     def _turn(self, conversation: Conversation, index: int, whole: str, stop: str = "") -> tuple[int, int]:
         """Return where an assistant turn begins and ends in the text of its conversation, in characters.
@@ -265,7 +267,9 @@ class ChatTokenizer:
             stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
             closed = begin + max(stops, default=len(turn.rstrip()))
             # Without an end-of-turn token, white space at the end belongs to the response as far as the message has it.
-            return begin, max(closed, _end_of(conversation[index].text, answered, begin) or 0)
+            closed = max(closed, _end_of(conversation[index].text, answered, begin) or 0)
+            # Where a turn has no token of its own, as GLM's, the header of the next turn can be what ends it.
+            return begin, closed if stops else closed + len(self._stop_at(whole, closed))
         # A later message changed how the template closes this turn. Then the turn's words must be in the text. How the
         # template writes calls and reasoning is not known here.
         message = conversation[index]
@@ -273,6 +277,12 @@ class ChatTokenizer:
         if end is None:
             raise _rewritten(asked + message.text, whole)
         return len(asked), end + len(self._stop_at(whole, end))
+
+    def _is_open(self, whole: str, span: tuple[int, int]) -> bool:
+        """Return whether a text ends with a turn that nothing ends, of a template whose headers end turns."""
+        begin, end = span
+        ended = any(whole.endswith(stop) for stop in self._stop_texts)
+        return end == len(whole) and not ended and any(stop in whole[:begin] for stop in self._stop_texts)
 
     def _stop_at_end(self, turn: str, message: Message) -> str:
         """Return the end-of-turn token of a turn that is a message's plain text and this token. Empty: it is not."""
@@ -340,6 +350,12 @@ class ChatTokenizer:
         return next((stop for stop in self._stop_texts if text.startswith(stop, begin)), "")
 
     @cached_property
+    def _eos_token(self) -> int | None:
+        """Return the tokenizer's own end token. None: it has none."""
+        found: int | None = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return found
+
+    @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
         texts = [self._tokenizer.id_to_token(i) for i in self.stop_tokens]
         return tuple(sorted((text for text in texts if text), key=len, reverse=True))
@@ -380,6 +396,12 @@ def given_template(chat_template: str) -> str:
         return read_text(Path(chat_template))
     except DataError as error:
         raise DataError(f"model.chat_template: {error}") from error
+
+
+def _ended(trainable: Trainable, eos: int) -> Trainable:
+    """Return a sequence with an end token, which is trained."""
+    tokens, mask = np.append(trainable.tokens, eos), np.append(trainable.loss_mask, True)
+    return Trainable(tokens, mask, trainable.prompt_length)
 
 
 def _meaning(message: Message) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ def tools_of(value: Any) -> Tools:
     """Return the tools of a record: a list, or its JSON text. A tool may lack the `function` around it. Raises
     `DataError`.
     """
-    found = _parsed(value, "tools")
+    found = _filled(value, "tools")
     if not isinstance(found, list):
         raise DataError(f"the tools are {value!r:.80}, wanted a list")
     return tuple(json.dumps(_tool(_parsed(one, "tools")), ensure_ascii=False) for one in found)
@@ -52,8 +52,12 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
         named["tool call"] = [call.name for message in one for call in message.calls]
         named["reasoning"] = [message.reasoning.strip()[:40] for message in one[-1:] if message.reasoning]
         text = chat.render(one) if any(named.values()) else ""
+        # The list of tools has the names of calls, too: they must be there more often than with calls of another name.
+        others = [evolve(each, calls=tuple(evolve(call, name="-") for call in each.calls)) for each in one]
+        other = chat.render(tuple(others)) if named["tool call"] else ""
         for kind, words in named.items():
-            if missing := next((word for word in words if word not in text), ""):
+            least = {word: other.count(word) if kind == "tool call" else 0 for word in words}
+            if missing := next((word for word in words if text.count(word) <= least[word]), ""):
                 raise DataError(
                     f"the chat template leaves out the {kind} {missing!r:.60}; use a model that was tuned for it, or a "
                     "template with model.chat_template, or write it into the content of the messages"
@@ -63,7 +67,7 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
 
 def _message(item: Mapping[str, Any]) -> Message:
     """Return a message with its fields. Empty fields count as absent, as tables have them in every row."""
-    calls = tuple(_call(_parsed(one, "tool_calls")) for one in _parsed(item.get("tool_calls") or [], "tool_calls"))
+    calls = tuple(_call(_parsed(one, "tool_calls")) for one in _filled(item.get("tool_calls") or [], "tool_calls"))
     thoughts = [item[name] for name in REASONING if item.get(name)]
     if not isinstance(reasoning := thoughts[0] if thoughts else "", str):
         raise DataError(f"the reasoning of a message is {reasoning!r:.60}, wanted text")
@@ -95,6 +99,20 @@ def _tool(item: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool is {item!r:.120}, wanted a function with a name")
     return {"type": "function", "function": dict(function)}
+
+
+def _filled(value: Any, what: str) -> Any:
+    """Return what a value is the JSON text of, or the value without fields that are None, at any depth.
+
+    A table has the fields of all rows in every row. Text has the fields that its author wrote. Raises `DataError`.
+    """
+    return _parsed(value, what) if isinstance(value, str) else _without_none(value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _parsed(value: Any, what: str) -> Any:

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen
 
+from whet.config.bounds import SECONDS, between
 from whet_tracking.config import TrackingConfig
 
 
@@ -19,3 +20,5 @@ class WandbConfig(TrackingConfig):
     """A group of runs that are shown together."""
     tags: list[str] = Factory(list)
     """Tags of the run."""
+    finish_seconds: int = field(default=300, validator=between(1, SECONDS))
+    """Longest wait at the end of a run for what W&B has not sent. The rest stays on disk; `wandb sync` sends it."""

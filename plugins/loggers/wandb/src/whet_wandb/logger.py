@@ -31,7 +31,9 @@ class WandbLogger(TrackingLogger):
             project=config.project, entity=config.entity or None, name=config.name or run.name, id=run_id,
             group=config.group or None, tags=config.tags or None, config=dict(run.config), dir=run.folder,
             mode=config.mode, resume="allow" if config.mode == "online" else None, reinit="create_new",
-            settings=wandb.Settings(console="off", silent=config.mode == "offline", disable_git=True),
+            settings=wandb.Settings(
+                console="off", silent=config.mode == "offline", disable_git=True, finish_timeout=config.finish_seconds
+            ),
         )  # fmt: skip
         if config.mode == "online":
             last = self._run.starting_step - 1
