@@ -158,6 +158,10 @@ SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
         (["plugins=[nothing.py]"], "nothing.py'"),
         ([*SFT, "data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
         (
+            [*SFT, "data.train=[{path: nowhere.jsonl}]", "data.max_length=9999"],
+            "data.max_length: is 9999, but the model's positions end at 256",
+        ),
+        (
             [*SFT, "data.train=[{path: ./words.doc}]"],
             "'./words.doc' is no data file: wanted a file that",
         ),

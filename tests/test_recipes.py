@@ -113,6 +113,7 @@ def small(recipe: Path) -> list[str]:
         given += ["algorithm.filters=[]"]  # of a random model none might pass
     if "generator" in document:
         given += ["rollout.max_tokens=6", "rollout.max_context=0"]
+    given += ["data.max_length=0"] * ("data" in document)
     entries = document.get("evaluation", {}).get("environments", ())
     return [*given, *(f"evaluation.environments.{i}.limit=3" for i, _ in enumerate(entries))]
 
@@ -131,6 +132,7 @@ def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny
     overrides = local(recipe, tiny_model, records, tmp_path)
     # The tiny model is shorter than those that recipes are for.
     overrides += ["rollout.max_tokens=100", "rollout.max_context=0"]
+    overrides += ["data.max_length=0"] * ("data" in whole(recipe))
     before = os.times()
     done = subprocess.run(
         [sys.executable, "-c", CHECK, str(recipe), *overrides],

@@ -502,6 +502,24 @@ def test_samples_of_an_environment_that_cannot_differ_are_refused():
     ]
 
 
+def test_keys_of_an_environment_that_its_section_does_not_read_are_refused():
+    entry = EnvironmentSection(component=chosen("environments", "sums"))
+    training = attrs.evolve(entry, limit=3, samples=2)
+    evaluated = attrs.evolve(entry, weight=2.0, weight_schedule={0: 1.0})
+    found = problems(make_config(environments=[training], evaluation=EvaluationSection([evaluated])), FACTS)
+    paths = [problem.partition(":")[0] for problem in found]
+    first, second = "environments.0", "evaluation.environments.0"
+    assert paths == [f"{first}.limit", f"{first}.samples", f"{second}.weight", f"{second}.weight_schedule"]
+
+
+def test_responses_that_leave_no_room_for_a_prompt_are_refused_in_each_environment():
+    entry = EnvironmentSection(component=chosen("environments", "sums"), sampling=SamplingSection(max_tokens=4096))
+    found = problems(make_config(environments=[entry], evaluation=EvaluationSection([entry])), FACTS)
+    assert [problem.partition(":")[0] for problem in found] == [
+        "environments.0.sampling.max_tokens", "evaluation.environments.0.sampling.max_tokens"
+    ]  # fmt: skip
+
+
 def test_transports_that_do_not_meet_are_refused_with_both_sides_named():
     found = problems(make_config(), {**FACTS, "generator": GeneratorFacts(transports=("carrier-pigeon",))})
     assert any("generator" in line and "carrier-pigeon" in line for line in found)

@@ -160,6 +160,10 @@ class Ranked(Played):
         return found
 
 
+def _raised(error: BaseException) -> Any:
+    raise error
+
+
 def test_an_environment_compares_the_episodes_of_a_group() -> None:
     group = group_of(Ranked(lambda episodes: [{"rank": float(e.sample)} for e in episodes]), samples=3)
     assert [episode.rewards["rank"] for episode in group.episodes] == [0, 1, 2]
@@ -178,6 +182,8 @@ def test_an_environment_compares_the_episodes_of_a_group() -> None:
         (lambda episodes: [1.0] * 2, "failed once; last: environment 'game' returned 1.0, wanted a mapping of reward"),
         (lambda episodes: [{"rank": float("inf")}] * 2, "gave the reward 'rank' = inf, wanted a finite number"),
         (lambda episodes: 1 / 0, r"task 3, group_rewards failed once; last: ZeroDivisionError"),
+        (lambda episodes: _raised(asyncio.CancelledError()), "group_rewards failed once; last: CancelledError"),
+        (lambda episodes: _raised(SystemExit(3)), "group_rewards failed once; last: SystemExit: 3"),
     ],
 )
 def test_wrong_rewards_of_a_group_fail_the_group(given: Any, message: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from whet.data.batch import from_sequences
 from whet.data.files import read_rows
 from whet.data.metrics import histogram, largest, mean
 from whet.data.spans import Spans
-from whet.errors import WorkerError
+from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.logger import Event
 from whet.run.run_folder import RunFolder
 from whet.run.steps import Interrupted, Sinks, Steps
@@ -364,3 +365,84 @@ def test_what_an_algorithm_carries_is_that_of_the_last_finished_step(tmp_path):
     assert steps.saved_state["seen"] == [2, 3, 4]
     steps.state["weight"] = 0.0
     assert round(steps.saved_state["weight"], 6) == 2.7
+
+
+class JudgeError(Exception):
+    """Of a judge that cannot be reached."""
+
+
+@pytest.mark.parametrize("cause", [JudgeError("gone"), OSError("no route")], ids=str)
+def test_a_step_whose_evaluation_fails_is_written_and_saved(tmp_path, cause):
+    told = Told()
+    steps = make(tmp_path, told, save_every=0, evaluate_every=3)
+
+    def evaluate(step):
+        raise cause
+
+    steps._sinks = evolve(told.sinks(), evaluate=evaluate)
+    with pytest.raises(type(cause)):
+        for step in steps:
+            step.log({"loss": mean(1.0)})
+            step.finish(BATCH)
+    assert told.saved == [3]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_step_whose_worker_is_lost_in_the_evaluation_is_left_to_recovery(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told, evaluate_every=1)
+
+    def evaluate(step):
+        raise WorkerLost("generator", 0, "generate", "killed by signal 9")
+
+    steps._sinks = evolve(told.sinks(), evaluate=evaluate)
+    with pytest.raises(WorkerLost):
+        for step in steps:
+            step.finish(BATCH)
+    assert (told.saved, steps.done) == ([], 0)
+
+
+@pytest.mark.parametrize("known", [0.0, 1800.0])
+def test_the_time_of_an_evaluation_counts_before_a_limit(tmp_path, monkeypatch, known):
+    """Steps of 60 s, an evaluation of 1800 s after the last of them, and 1320 s from the first step to the limit."""
+    now = [1e6]
+    clock = SimpleNamespace(time=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr("whet.run.steps.time", clock)
+    told = Told()
+    steps = make(tmp_path, told, steps=20)
+    steps.log_start({}, known)
+    steps.end_by(now[0] + 1320, "the job ends")
+    for step in steps:
+        now[0] += 60
+        step.finish(BATCH)
+    assert told.saved[-1] == (19 if known else 20)
+    assert told.evaluated == ([] if known else [20])
+
+
+def test_a_loop_that_is_left_between_two_steps_is_saved_and_within_a_step_is_not(tmp_path):
+    for within, saved in ((False, [2]), (True, [])):
+        told = Told()
+        steps = make(tmp_path / str(within), told)
+        for step in steps:
+            if within and step.number == 3:
+                break
+            step.finish(BATCH)
+            if not within and step.number == 2:
+                break
+        steps.leave()
+        assert told.saved == saved
+
+
+def test_a_signal_waits_for_the_end_of_a_step_whose_weights_have_changed(tmp_path):
+    told, waited = Told(), []
+    steps = make(tmp_path, told)
+    for step in steps:
+        if step.number == 2:
+            steps.weights_change()
+        with steps.interruptible():
+            if step.number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            waited.append(step.number)
+        step.finish(BATCH)
+    assert waited == [1, 2]
+    assert told.saved == [2], "not the weights of half a step under the number of the step before"

@@ -97,8 +97,15 @@ class Steps(Protocol):
         """Save a checkpoint of the last finished step, unless one exists already. Wait until it is durable."""
         ...
 
-    def log_start(self, metrics: "Mapping[str, Metric]") -> None:
-        """Add metrics of the model before training. The metrics file has them in the row of step 0."""
+    def leave(self) -> None:
+        """Save the last finished step after a loop that was left early, unless a further step has begun."""
+        ...
+
+    def log_start(self, metrics: "Mapping[str, Metric]", seconds: float = 0.0) -> None:
+        """Add metrics of the model before training. The metrics file has them in the row of step 0.
+
+        `seconds`: how long it took to evaluate it, which tells how long a later evaluation will take.
+        """
         ...
 
 

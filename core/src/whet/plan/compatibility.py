@@ -31,6 +31,15 @@ ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "rewar
 DEFAULT_SPLIT = {"environments": "train", "evaluation.environments": "test"}
 """The split of an environment that states none, by the section that lists it."""
 
+ELSEWHERE = {
+    "limit": "is of evaluation, and training plays all tasks of the split; leave it out, or give it fewer tasks",
+    "samples": "is of evaluation; state `group_size`",
+    "group_size": "is of training; state `samples`",
+    "weight": "is of training, and evaluation plays all tasks; leave it out",
+    "weight_schedule": "is of training, and evaluation plays all tasks; leave it out",
+}
+"""What is wrong with keys of an environment, in the section that does not read them."""
+
 
 def config_problems(
     config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
@@ -53,7 +62,7 @@ def config_problems(
     yield from _losses(roles, feeds_on)
     yield from _weights(name, roles, feeds_on)
     yield from incompatibilities(name, roles)
-    yield from _lengths(config.rollout, model, roles)
+    yield from _lengths(config, model, roles)
     yield from _conversations(config.rollout, model, roles, models)
     yield from _shares(config.cluster, roles)
     yield from _updates(config.rollout, config.cluster.workers, roles)
@@ -113,10 +122,19 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
             yield Problem(
                 f"{where}.{i}.sampling.temperature", "is 0, so all samples would be equal; wanted more than 0"
             )
-        if where != "environments" and entry.group_size:
-            yield Problem(f"{where}.{i}.group_size", "is of training; state `samples`")
-        elif 0 < entry.group_size < least:
+        for key in _of_the_other(entry, where):
+            yield Problem(f"{where}.{i}.{key}", ELSEWHERE[key])
+        if where == "environments" and 0 < entry.group_size < least:
             yield Problem(f"{where}.{i}.group_size", f"is {entry.group_size}, and a filter compares at least {least}")
+
+
+def _of_the_other(entry: EnvironmentSection, where: str) -> Iterator[str]:
+    """Yield the keys that an entry of training has and evaluation reads, or the other way round."""
+    if where == "environments":
+        yield from ["limit"] * (entry.limit > 0) + ["samples"] * (entry.samples != 1)
+    else:
+        yield from ["group_size"] * (entry.group_size > 0) + ["weight"] * (entry.weight != 1)
+        yield from ["weight_schedule"] * bool(entry.weight_schedule)
 
 
 def _epochs(
@@ -198,15 +216,22 @@ def _weights(name: str, roles: Roles, feeds_on: str) -> Iterator[Problem]:
             yield Problem("backend", f"{why} and has no key {weights!r} for one; choose another backend")
 
 
-def _lengths(rollout: RolloutSection, model: ModelInfo, roles: Roles) -> Iterator[Problem]:
-    context = rollout.max_context
-    if model.max_positions and context > model.max_positions:
-        yield Problem("rollout.max_context", f"is {context}, but the model's positions end at {model.max_positions}")
-    limit = context or model.max_positions
-    if "generator" in roles.names and limit and rollout.max_tokens >= limit:
-        yield Problem(
-            "rollout.max_tokens", f"is {rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
-        )
+def _lengths(config: Config, model: ModelInfo, roles: Roles) -> Iterator[Problem]:
+    rollout, positions = config.rollout, model.max_positions
+    for path, length in {
+        "rollout.max_context": rollout.max_context, "data.max_length": config.data.max_length if config.data else 0
+    }.items():  # fmt: skip
+        if positions and length > positions:
+            yield Problem(path, f"is {length}, but the model's positions end at {positions}")
+    limit = rollout.max_context or positions
+    asked = {"rollout.max_tokens": rollout.max_tokens} if "generator" in roles.names else {}
+    for where, entries in (
+        ("environments", config.environments), ("evaluation.environments", config.evaluation.environments)
+    ):  # fmt: skip
+        asked |= {f"{where}.{i}.sampling.max_tokens": entry.sampling.max_tokens for i, entry in enumerate(entries)}
+    for path, tokens in asked.items():
+        if limit and tokens >= limit:
+            yield Problem(path, f"is {tokens}, which leaves no room for a prompt in {limit} tokens")
 
 
 def _conversations(

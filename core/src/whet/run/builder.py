@@ -132,6 +132,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     backends = {name: handle for name, handle in attempt.roles.items() if isinstance(handle, BackendHandle)}
     for handle in (models.backend, *backends.values()):
         handle.now = lambda: {"step": steps.done + 1, "steps": steps.total}
+        handle.weights_change = steps.weights_change
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
         "config": config,

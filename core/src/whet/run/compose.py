@@ -5,6 +5,7 @@ load YAML -> structure -> problems -> plan -> worker groups -> parts -> run -> c
 
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -103,22 +104,32 @@ def _run_attempts(open_run: "_OpenRun") -> Outcome:
 
 def _run_attempt(parts: Parts, folder: RunFolder, interrupts: Interrupts) -> Outcome:
     """Run what is left of a run, until its end or a signal."""
-    from whet.run.steps import Interrupted
-
     config, steps = parts.config, parts.steps
     if steps.done < steps.total:
         if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
-            steps.log_start(parts.evaluate(0))
-        try:
+            began = time.perf_counter()
+            steps.log_start(parts.evaluate(0), time.perf_counter() - began)
+        with _saving(parts):
             parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
-        except Interrupted:
-            steps.save_now()
     finished = steps.done >= steps.total
     if finished and config.run.export:
         pressed = steps.stopped_by == signal.SIGINT or interrupts.abandon
         interrupts.moment, interrupts.pressed = "export", pressed
         _export(parts.backend, folder, steps.done)
     return Outcome(folder.path, steps.done, finished, steps.stopped_by)
+
+
+@contextmanager
+def _saving(parts: Parts) -> Iterator[None]:
+    """Save the last finished step when a signal ends the loop over the steps, or when its code leaves it early."""
+    from whet.run.steps import Interrupted
+
+    try:
+        yield
+    except Interrupted:
+        parts.steps.save_now()
+    else:
+        parts.steps.leave()
 
 
 def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
@@ -147,13 +158,17 @@ def _told(folder: RunFolder, *events: str) -> str | None:
 
 @contextmanager
 def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
-    """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`."""
+    """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`.
+
+    When a signal ends a wait for rollouts, the last finished step is saved, and the program goes on after the body.
+    """
     prepared = prepare(path, overrides, config_only=False, registry=registry)
     prepared.refuse_elsewhere()
     with (
         _claimed(prepared.config.run) as folder,
         _OpenRun(prepared, folder).opened() as open_run,
         open_run.attempt() as parts,
+        _saving(parts),
     ):
         yield parts
 

@@ -76,6 +76,8 @@ class BackendHandle:
         self._backend, self._managers = backend, around
         self.now: Callable[[], Mapping[str, int]] = dict
         """Returns the `step` of the run and its `steps` in all. Each batch has them in its `info`."""
+        self.weights_change: Callable[[], None] = lambda: None
+        """Called before weights change."""
 
     def _with_step(self, batch: "Batch") -> "Batch":
         return evolve(batch, info={**batch.info, **self.now()})
@@ -89,6 +91,7 @@ class BackendHandle:
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
         """See `Backend.train`."""
+        self.weights_change()
         with self._around("train"):
             over = count_over and self._with_step(count_over)
             return self._backend.train(self._with_step(batch), loss, over)

@@ -22,6 +22,7 @@ from whet.data import metrics as merging
 from whet.data.metrics import Metric
 from whet.data.randomness import derive_seed
 from whet.data.spans import Spans
+from whet.errors import WorkerLost, in_words
 from whet.interfaces.logger import Event
 from whet.run.background import Background
 from whet.run.interrupts import Interrupts, acknowledge, announce, on_signals
@@ -66,7 +67,7 @@ class Step:
 
     def due(self, every: int) -> bool:
         """Return whether an action of every `every` steps is due now. After the last step it is; 0: only then."""
-        return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
+        return self._steps._due(self.number, every)
 
     def finish(self, batch: "Batch") -> None:
         """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
@@ -118,10 +119,14 @@ class Steps:
         self._limits: list[tuple[float, str]] = []
         self._longest = 0.0
         """Seconds of the longest step of this run attempt. The first counts only while it is the only one."""
+        self._evaluation = 0.0
+        """Seconds of the longest evaluation of this run attempt."""
         self._interrupts = interrupts or Interrupts()
         self._doing: Literal["", "waiting", "evaluating", "saving"] = ""
         """The present activity: a wait that a signal ends, an evaluation, or a save."""
         self._current: int | None = None  # the step that was begun and is not finished
+        self._trained = False
+        """Whether weights have changed in the present step."""
         self._began = time.perf_counter()
         self._before: dict[str, Metric] = {}
         self._listening = ExitStack()
@@ -141,11 +146,20 @@ class Steps:
                 self._began = time.perf_counter()
                 number = self.done + 1
                 step = Step(number, derive_seed(self._section.seed, "step", number), self)
-                self._current = number
+                self._current, self._trained = number, False
                 yield step
                 if self.done != number:
                     raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
             self.save_now()
+
+    def leave(self) -> None:
+        """Save the last finished step of a loop that was left early, unless a further step has begun."""
+        if self._current is None:
+            self.save_now()
+
+    def weights_change(self) -> None:
+        """Note that weights change in the present step. From now on a signal waits until the step is finished."""
+        self._trained = True
 
     def stop(self) -> None:
         """See `whet.interfaces.algorithm.Steps.stop`."""
@@ -155,9 +169,12 @@ class Steps:
         """See `whet.interfaces.algorithm.Steps.end_by`."""
         self._limits.append((moment, why))
 
-    def log_start(self, metrics: Mapping[str, Metric]) -> None:
-        """Add metrics of the model before its first step. They become the row of step 0."""
-        self._before = merging.merge([self._before, metrics])
+    def log_start(self, metrics: Mapping[str, Metric], seconds: float = 0.0) -> None:
+        """Add metrics of the model before its first step. They become the row of step 0.
+
+        `seconds`: the time of their evaluation.
+        """
+        self._before, self._evaluation = merging.merge([self._before, metrics]), max(self._evaluation, seconds)
 
     def close(self) -> None:
         """Stop handling signals. After an error, the traceback may keep the loop over the steps alive for long."""
@@ -165,20 +182,45 @@ class Steps:
 
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
         """See `Step.finish`."""
-        number, section = step.number, self._section
+        number, evaluation = step.number, 0.0
         merged = merging.merge([metrics, self._sinks.gather()])
         consumed = self._sinks.records(number, batch)
-        if step.due(self._evaluate_every):
-            with self._while("evaluating"):
-                merged = merging.merge([merged, self._sinks.evaluate(number)])
-        self._record(number, merged, batch.tokens)
-        self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
-        self._run.journal("step", step=number, **consumed)
-        seconds = time.perf_counter() - self._began
+        if self._due(number, self._evaluate_every):
+            began = time.perf_counter()
+            try:
+                with self._while("evaluating"):
+                    merged = merging.merge([merged, self._sinks.evaluate(number)])
+            except WorkerLost:
+                raise  # a run that recovers repeats the step
+            except Exception as error:
+                self._end(number, merged, batch, consumed)
+                self._save_after(error)
+                raise
+            evaluation = time.perf_counter() - began
+            self._evaluation = max(self._evaluation, evaluation)
+        self._end(number, merged, batch, consumed)
+        seconds = time.perf_counter() - self._began - evaluation
         self._longest = max(self._longest, seconds) if number > self._first + 1 else seconds
         self._mind_time()
-        if step.due(section.save_every):
+        if self._due(number, self._section.save_every):
             self._save()
+
+    def _due(self, number: int, every: int) -> bool:
+        return self.is_last(number) or (every > 0 and number % every == 0)
+
+    def _end(self, number: int, metrics: Mapping[str, Metric], batch: "Batch", consumed: Mapping[str, Any]) -> None:
+        """Write the metrics of a step, and count it as finished."""
+        self._record(number, metrics, batch.tokens)
+        self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
+        self._run.journal("step", step=number, **consumed)
+
+    def _save_after(self, error: Exception) -> None:
+        """Save the last finished step, whose evaluation has failed."""
+        announce(f"the evaluation after step {self.done} failed: saving step {self.done}, then ending")
+        try:
+            self.save_now()
+        except Exception as failed:
+            error.add_note(f"step {self.done} could not be saved: {in_words(failed)}")
 
     @contextmanager
     def _while(self, doing: Literal["waiting", "evaluating", "saving"]) -> Iterator[None]:
@@ -221,14 +263,24 @@ class Steps:
         moment, why = min(self._limits)
         saving, left = self._sinks.saving, moment - time.time()
         save = (saving.longest or max(self._longest, UNKNOWN_SAVE_SECONDS)) * (1 + saving.busy)
-        if left < MARGIN * (self._longest + save) + SPARE_SECONDS:
+        evaluation = self._evaluation if self._due(self.done + 1, self._evaluate_every) else 0.0
+        if left < MARGIN * (self._longest + evaluation + save) + SPARE_SECONDS:
             self.stop()
-            took = f"a step took up to {self._longest:.0f} s, and a save is expected to take {save:.0f} s"
+            took = f"a step took up to {self._longest:.0f} s, "
+            took += f"its evaluation {evaluation:.0f} s, " if evaluation else ""
+            took += f"and a save is expected to take {save:.0f} s"
             announce(f"{why} in {left:.0f} s; {took}: saving step {self.done}, then ending")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """End the body at once on a signal. This is for waits during which the weights do not change."""
+        """End the body at once on a signal. This is for waits during which the weights do not change.
+
+        If weights have changed earlier in the step, a signal waits for its end: they are no longer those of the last
+        finished step.
+        """
+        if self._trained:
+            yield
+            return
         with self._while("waiting"):
             if self.stopped_by is not None:
                 raise Interrupted

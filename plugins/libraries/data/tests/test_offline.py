@@ -234,8 +234,15 @@ def test_a_run_that_gets_more_epochs_goes_on_with_the_next_record(make, epochs, 
             data.batch(2, 4)
 
 
-def test_a_run_that_never_stated_epochs_needs_no_position(make):
-    assert make(numbered(5)).position(3, 4) == {}
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_run_without_epochs_goes_on_with_the_next_record_when_its_steps_change_size(make, size):
+    first = make(numbered(10))
+    taken = [n for step in range(1, 4) for n in numbers(first.prepare().batch(step, 4))]
+    further = make(numbered(10))
+    further.go_on(3, first.position(3, 4))
+    taken += [n for step in range(4, 7) for n in numbers(further.prepare().batch(step, size))]
+    assert taken == numbers(make(numbered(10)).prepare().batch(1, len(taken)))
+    assert further.position(6, size) == {"records": len(taken)}
 
 
 def test_epochs_of_data_with_columns_end_in_the_same_place(make):

@@ -18,7 +18,7 @@ from whet.interfaces.undecided import note
 
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged",
+    "judged", "cancels",
 )  # fmt: skip
 
 
@@ -93,6 +93,9 @@ class Apart:
 
     async def _exits(self, task, model):
         raise SystemExit(3)
+
+    async def _cancels(self, task, model):
+        raise asyncio.CancelledError
 
     async def _group(self, task, model):
         async with asyncio.TaskGroup() as group:

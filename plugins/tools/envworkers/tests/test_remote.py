@@ -54,10 +54,10 @@ def played(environment, kind, model=None, number=0):
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 120
+    assert len(remote.tasks("train")) == 130
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[120]
+        remote.tasks("train")[130]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -109,6 +109,7 @@ def test_final_answers_and_rewards_of_groups_are_asked_of_the_process(remote):
         ("infrastructure", InfrastructureError, "its server is away"),
         ("group", InfrastructureError, "its server is away"),
         ("exits", EpisodeError, "SystemExit: 3"),
+        ("cancels", EpisodeError, "CancelledError"),
         ("eats", EpisodeError, "MemoryError"),
     ],
 )

@@ -116,16 +116,14 @@ class OfflineData:
             self._before, self._prepared, self._begun = (step, position["records"]), None, None
 
     def position(self, step: int, size: int) -> dict[str, int]:
-        """Return the position in the data after a step of `size` units, and the units of an epoch. It is saved with the
-        step.
-
-        Empty if no attempt of this run has stated epochs: then the step's number is enough.
+        """Return the position in the data after a step of `size` units, and where the run states epochs, the units of
+        one. It is saved with the step: a later attempt may take steps of another size.
         """
         if self._epochs is not None:
             prepared = self.prepare()
             return {"records": prepared.until(step, size), "epoch": len(prepared)}
         before, records = self._before
-        return {"records": records + (step - before) * size} if before else {}
+        return {"records": records + (step - before) * size}
 
     def fingerprint(self) -> str:
         """Return a hash of what decides the batches: the files' contents and the options. Paths of files do not

@@ -1,0 +1,75 @@
+"""The loop over the steps in a program of one's own: however it ends, the last finished step is saved."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import whet
+from whet.run import checkpoint
+from whet.run.run_folder import RunFolder
+
+PAUSING = Path(__file__).parent / "pausing.py"
+
+
+@pytest.fixture
+def config(tmp_path, small_run):
+    sections = {
+        "run": {"folder": str(tmp_path / "run"), "steps": 9}, "backend": {"use": "pausing"},
+        "generator": {"use": "letters"}, "environments": [{"use": "letters"}],
+        "weight_sync": {"probe": {"every": 0}}, "cluster": {"workers": "inline"}, "plugins": [str(PAUSING)],
+    }  # fmt: skip
+    return small_run(tmp_path, **sections)
+
+
+def take_step(parts, step, takes=1):
+    for _ in range(takes):
+        batch = parts.rollouts.take(2)
+        batch = batch.with_columns(advantages=batch["reward"] - batch["reward"].mean())
+        step.log(parts.backend.train(batch, parts.loss))
+    parts.sync_weights(version=step.number)
+    step.finish(batch)
+
+
+def saved(tmp_path):
+    return checkpoint.newest(RunFolder(tmp_path / "run"))
+
+
+def test_a_signal_in_a_wait_for_rollouts_saves_and_the_program_goes_on(config, tmp_path):
+    finished = []
+    with whet.open(config) as parts:
+        for step in parts.steps:
+            if step.number == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            take_step(parts, step)
+            finished.append(step.number)
+    assert finished == [1, 2, 3]
+    assert saved(tmp_path) == 3
+    with whet.open(config, "run.steps=5") as parts:
+        assert [step.number for step in parts.steps if take_step(parts, step) is None] == [4, 5]
+
+
+def test_a_loop_that_is_left_between_two_steps_is_saved(config, tmp_path):
+    with whet.open(config) as parts:
+        for step in parts.steps:
+            take_step(parts, step)
+            if step.number == 3:
+                break
+    assert saved(tmp_path) == 3
+
+
+def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(config, tmp_path, monkeypatch):
+    with whet.open(config) as parts:
+        train = parts.backend.train
+
+        def trained(*args):
+            found = train(*args)
+            if parts.steps.done == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return found
+
+        monkeypatch.setattr(parts.backend, "train", trained)
+        for step in parts.steps:
+            take_step(parts, step, takes=2)
+    assert saved(tmp_path) == 3
