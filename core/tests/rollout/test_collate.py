@@ -58,6 +58,9 @@ def test_columns_stand_where_they_belong(groups: list[Group]) -> None:
     assert batch["unit"].tolist() == [0, 1, 2, 3, 4]
     assert batch["env"].tolist() == [1, 1, 1, 0, 0]
     assert batch.info["environments"] == ("games", "sums")
+    assert batch.info["reward_weights"] == {}
+    weights = {"games": {}, "sums": {"correct": 1.0, "format": 0.0}}
+    assert collate(groups, {"games": 0.7, "sums": 0.7}, weights).info["reward_weights"] == weights
     assert batch["temperature"].tolist() == [np.float32(0.7)] * 5
     assert batch["reward"].tolist() == [1.5, 0.5, 0.5, 2.0, 4.0]
     np.testing.assert_array_equal(batch["reward:won"], np.array([np.nan] * 3 + [2, 4], np.float32))

@@ -383,6 +383,7 @@ def test_environments_get_their_share() -> None:
     with stream(routes=two_routes()) as made:
         batch = made.take(16)
     assert batch.info["environments"] == ("often", "rarely")
+    assert batch.info["reward_weights"] == {name: {"correct": 1.0} for name in ("often", "rarely")}
     assert np.bincount(batch["env"][::GROUP_SIZE]).tolist() == [12, 4]
 
 

@@ -15,8 +15,14 @@ if TYPE_CHECKING:
     from whet.rollout.scoring import Passing
 
 
-def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch:
+def collate(
+    groups: Sequence[Group],
+    temperatures: Mapping[str, float],
+    reward_weights: Mapping[str, Mapping[str, float]] | None = None,
+) -> Batch:
     """Return one batch of all sequences of the groups, in order. `temperatures` has every environment of the run.
+
+    `info["reward_weights"]` has the `reward_weights` of the environments, by the environment's name.
 
     Columns per token, besides those that the generator recorded:
 
@@ -31,7 +37,7 @@ def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch
     - lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit (the sequence)
     - env int64 (index into `info["environments"]`), agent int64 (index into `info["agents"]`), member int64
     - temperature float32, reward float32
-    - `reward:NAME` float32 for each named reward: nan where the episode lacks it; see `completed`
+    - `reward:NAME` float32 for each named reward, unweighted: nan where the episode lacks it; see `completed`
     - stopped bool: whether the last response ended by itself, and was not cut
     - share float32, if a chat template rewrote history, so that a conversation has several sequences (see
       `Trajectory.part`): the sequence's part of the trained tokens of its conversation, 1 for any other sequence
@@ -86,7 +92,11 @@ def collate(groups: Sequence[Group], temperatures: Mapping[str, float]) -> Batch
             **({"greedy_reward": np.array(greedy, np.float32)} if greedy else {}),
             **{f"reward:{name}": np.array(values, np.float32) for name, values in rewards.items()},
         },
-        info={"environments": tuple(temperatures), "agents": agents},
+        info={
+            "environments": tuple(temperatures),
+            "agents": agents,
+            "reward_weights": {name: dict(weights) for name, weights in (reward_weights or {}).items()},
+        },
     )
 
 

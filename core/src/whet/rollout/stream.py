@@ -140,7 +140,9 @@ class RolloutStream:
             self._status("")
         self._consumed = self._consumed + consumed
         self._metrics = merge([self._metrics, rollout_metrics(consumed.trained, self._passing), counted])
-        return collate(consumed.trained, {name: one.temperature for name, one in self._sampling.items()})
+        temperatures = {name: one.temperature for name, one in self._sampling.items()}
+        weights = {route.name: route.environment.reward_weights for route in self._routes}
+        return collate(consumed.trained, temperatures, weights)
 
     def collect(self) -> Consumed:
         """Return the groups consumed by the takes since the last call, and reset."""

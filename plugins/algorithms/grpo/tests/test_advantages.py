@@ -1,5 +1,8 @@
+from typing import Any
+
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
@@ -87,6 +90,26 @@ def test_gdpo_weighs_the_rewards_that_it_is_told_to() -> None:
     assert one[2:].tolist() == [0, 0]
     with pytest.raises(DataError, match=r"weights names the reward 'long', which no .* there are right, short"):
         Gdpo(GdpoConfig(weights={"long": 1.0}))(given)
+
+
+def test_gdpo_weighs_rewards_as_their_environment_does() -> None:
+    generator = np.random.default_rng(0)
+    env, weights = np.array([0] * 4 + [1] * 4), {"sums": {"right": 1.0, "long": -1.0, "seen": 0.0}, "games": {}}
+    info = {"environments": ("sums", "games"), "reward_weights": weights}
+
+    def estimate(weights: dict[str, float] | None = None, **replaced: Any) -> Any:
+        given = batch([0.0] * 8, [0] * 4 + [1] * 4, env=env, **{**columns, **replaced})
+        return Gdpo(GdpoConfig(weights=weights or {}))(evolve(given, info=info))
+
+    columns = {f"reward:{name}": generator.normal(size=8) for name in ("right", "long", "seen")}
+    found = estimate()
+    only_seen = np.where(env == 0, generator.permutation(8), columns["reward:seen"])
+    assert estimate(**{"reward:seen": only_seen}).tolist() == found.tolist()
+    longer = columns["reward:long"] + np.eye(8)[2]
+    assert estimate(**{"reward:long": longer})[2] < found[2]
+    played = columns["reward:seen"] + 5 * np.eye(8)[6]
+    assert estimate(**{"reward:seen": played})[6] > found[6], "a name without a weight has weight 1"
+    assert estimate({"long": 1.0}, **{"reward:long": longer})[2] > estimate({"long": 1.0})[2]
 
 
 def test_a_group_of_one_and_an_all_masked_batch_are_finite() -> None:

@@ -210,7 +210,9 @@ class Gdpo:
         config, members = self.config, members_of(batch)
         named = {name[len(PREFIX) :]: batch[name] for name in batch.per_sequence if name.startswith(PREFIX)}
         named = named or {"reward": batch["reward"]}
-        weights = dict(config.weights) or dict.fromkeys(named, 1.0)
+        weights: dict[str, Any] = dict(config.weights) or {
+            name: weights_of(batch, name)[members.first] for name in named
+        }
         if unknown := sorted(set(weights) - set(named)):
             raise DataError(
                 f"algorithm.advantages.weights names the reward {unknown[0]!r}, which no environment gives; there are "
@@ -234,6 +236,13 @@ class Gdpo:
             epsilon_at=config.epsilon_at,
         )
         return np.asarray(advantages[members.owner])
+
+
+def weights_of(batch: Batch, name: str) -> NDArray[np.float64]:
+    """Return the weight of a named reward in the environment of each sequence [B]. It is 1 where none is set."""
+    environments, weights = batch.info.get("environments", ()), batch.info.get("reward_weights", {})
+    own = np.array([weights.get(environment, {}).get(name, 1.0) for environment in environments], np.float64)
+    return own[np.asarray(batch["env"])] if len(own) else np.ones(batch.sequences)
 
 
 class TurnReturns:

@@ -210,8 +210,8 @@ class GdpoConfig:
     """GDPO: each named reward is normalised in its group; the sum of the results is scaled over the batch."""
 
     weights: dict[str, float] = field(factory=dict, validator=deep_mapping(value_validator=between(-FACTOR, FACTOR)))
-    """Weight of each named reward; a reward that is not named here does not count. Empty: all rewards have weight 1.
-    The rewards of `overlong` and `kl_reward` are named `overlong` and `kl`."""
+    """Weight of each named reward; a reward that is not named here does not count. Empty: the weights of the
+    environment. The rewards of `overlong` and `kl_reward` are named `overlong` and `kl`."""
     scale: Literal["group", "none"] = "group"
     """`group`: divide each reward by its deviation in the group. `none`: no division."""
     unbiased: bool = True
@@ -241,7 +241,8 @@ class UnequalRewardsConfig:
     """Leaves out groups whose rewards are all equal: their advantages are all 0 (the dynamic sampling of DAPO)."""
 
     reward: str = ""
-    """Name of the reward to compare, e.g. the reward for a correct answer; empty: the weighted sum of all rewards."""
+    """Name of the reward to compare, e.g. the reward for a correct answer; empty: the weighted sum of all rewards. The
+    sum can be equal where `gdpo` still sees unequal rewards."""
 
 
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:

@@ -171,7 +171,7 @@ def whiten(
 def gdpo(
     rewards: Mapping[str, NDArray[Any]],
     group: NDArray[Any],
-    weights: Mapping[str, float],
+    weights: Mapping[str, float | NDArray[Any]],
     *,
     scale: Scale = "group",
     unbiased: bool = True,
@@ -198,13 +198,15 @@ def gdpo(
     weighted by its number of `tokens` [B] (verl), or if the deviation is over the other samples (NeMo RL). For these
     cases, `centre` subtracts the mean.
 
+    A weight is one number, or [B] where samples of several environments weigh a reward differently.
+
     If a sample has no reward of some name (nan), this name adds 0 to its advantage. Its group is normalised without the
     sample, as in TRL. The defaults are those of TRL. NeMo RL has epsilon 1e-6 within groups and none over the batch.
     """
     combined = np.zeros(len(group))
     for name, weight in weights.items():
         there = ~np.isnan(rewards[name])
-        combined[there] += weight * group_mean(
+        combined[there] += np.broadcast_to(weight, there.shape)[there] * group_mean(
             rewards[name][there], group[there], scale=scale, unbiased=unbiased, epsilon=epsilon,
             leave_one_out=leave_one_out, std_over=std_over, singleton=singleton,
         )  # fmt: skip
