@@ -8,6 +8,7 @@ from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
 from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
 from whet_grpo.config import GdpoConfig, GroupMeanConfig, ReinforcePlusPlusConfig, RlooConfig
+from whet_ops.algorithms.policy_steps import add_reward
 
 
 def batch(rewards: list[float], group: list[int], sizes: list[int] | None = None, **columns: object) -> Batch:
@@ -110,6 +111,27 @@ def test_gdpo_weighs_rewards_as_their_environment_does() -> None:
     played = columns["reward:seen"] + 5 * np.eye(8)[6]
     assert estimate(**{"reward:seen": played})[6] > found[6], "a name without a weight has weight 1"
     assert estimate({"long": 1.0}, **{"reward:long": longer})[2] > estimate({"long": 1.0})[2]
+
+
+def test_gdpo_does_not_normalise_penalties() -> None:
+    generator = np.random.default_rng(1)
+    given = batch([0.0] * 8, [0] * 4 + [1] * 4, **{f"reward:{n}": generator.normal(size=8) for n in ("right", "short")})
+    kl = generator.uniform(size=8).astype(np.float32)
+
+    def estimate(weight: float, **weights: float) -> Any:
+        charged = add_reward(given, "kl", -weight * kl)
+        return Gdpo(GdpoConfig(epsilon=0.0, weights=weights))(charged).astype(np.float64)
+
+    without = Gdpo(GdpoConfig(epsilon=0.0))(given)
+    np.testing.assert_allclose(estimate(1e-5), without, atol=1e-4)
+    centred = [np.array(given[f"reward:{name}"]).reshape(2, 4) for name in ("right", "short")]
+    total = sum((r - r.mean(1, keepdims=True)) / r.std(1, ddof=1, keepdims=True) for r in centred)
+    total = (total - 0.5 * (kl.reshape(2, 4) - kl.reshape(2, 4).mean(1, keepdims=True))).ravel()
+    np.testing.assert_allclose(estimate(0.5), total / total.std(ddof=1), atol=1e-5)
+    # Where `weights` names it, it is normalised like a reward.
+    named = {"right": 1.0, "short": 1.0, "kl": 0.5}
+    np.testing.assert_allclose(estimate(1e-3, **named), estimate(1.0, **named), atol=1e-4)
+    np.testing.assert_allclose(estimate(1.0, right=1.0, short=1.0, kl=0.0), without, atol=1e-5)
 
 
 def test_a_group_of_one_and_an_all_masked_batch_are_finite() -> None:

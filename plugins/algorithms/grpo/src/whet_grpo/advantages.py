@@ -196,7 +196,8 @@ class Remax:
 class Gdpo:
     """Each named reward is normalised in its group. The sum of the results is scaled over the batch.
 
-    See `whet_ops.advantages.gdpo` and `whiten`. Each token of a member with n sequences weighs 1 / n.
+    The penalties `overlong` and `kl` have weights of their own. They are added without normalisation, unless `weights`
+    names them. See `whet_ops.advantages.gdpo` and `whiten`. Each token of a member with n sequences weighs 1 / n.
     """
 
     def __init__(self, config: GdpoConfig) -> None:
@@ -210,8 +211,9 @@ class Gdpo:
         config, members = self.config, members_of(batch)
         named = {name[len(PREFIX) :]: batch[name] for name in batch.per_sequence if name.startswith(PREFIX)}
         named = named or {"reward": batch["reward"]}
+        penalties = [name for name in batch.info.get("penalties", ()) if name not in config.weights]
         weights: dict[str, Any] = dict(config.weights) or {
-            name: weights_of(batch, name)[members.first] for name in named
+            name: weights_of(batch, name)[members.first] for name in named if name not in penalties
         }
         if unknown := sorted(set(weights) - set(named)):
             raise DataError(
@@ -224,6 +226,7 @@ class Gdpo:
             {name: named[name][members.first] for name in weights},
             members.cohort,
             weights,
+            penalty=np.sum([named[name][members.first] for name in penalties], axis=0) if penalties else None,
             scale=config.scale,
             unbiased=config.unbiased,
             epsilon=config.epsilon,

@@ -211,7 +211,9 @@ class GdpoConfig:
 
     weights: dict[str, float] = field(factory=dict, validator=deep_mapping(value_validator=between(-FACTOR, FACTOR)))
     """Weight of each named reward; a reward that is not named here does not count. Empty: the weights of the
-    environment. The rewards of `overlong` and `kl_reward` are named `overlong` and `kl`."""
+    environment. The penalties of `algorithm.overlong` and `algorithm.kl_reward` are added to the sum without
+    normalisation. Where `weights` names them, as `overlong` and `kl`, they are normalised like rewards; 0 leaves them
+    out."""
     scale: Literal["group", "none"] = "group"
     """`group`: divide each reward by its deviation in the group. `none`: no division."""
     unbiased: bool = True

@@ -173,6 +173,7 @@ def gdpo(
     group: NDArray[Any],
     weights: Mapping[str, float | NDArray[Any]],
     *,
+    penalty: NDArray[Any] | None = None,
     scale: Scale = "group",
     unbiased: bool = True,
     epsilon: float = 1e-4,
@@ -198,6 +199,9 @@ def gdpo(
     weighted by its number of `tokens` [B] (verl), or if the deviation is over the other samples (NeMo RL). For these
     cases, `centre` subtracts the mean.
 
+    A `penalty` [B], already weighted, is added to A after the mean of its group is subtracted. It is not divided by its
+    deviation, so that its weight matters.
+
     A weight is one number, or [B] where samples of several environments weigh a reward differently.
 
     If a sample has no reward of some name (nan), this name adds 0 to its advantage. Its group is normalised without the
@@ -210,6 +214,8 @@ def gdpo(
             rewards[name][there], group[there], scale=scale, unbiased=unbiased, epsilon=epsilon,
             leave_one_out=leave_one_out, std_over=std_over, singleton=singleton,
         )  # fmt: skip
+    if penalty is not None:
+        combined += group_mean(penalty, group, scale="none", leave_one_out=leave_one_out, singleton=singleton)
     return whiten(
         combined, np.ones(len(combined)) if tokens is None else tokens, centre=centre, unbiased=unbiased,
         epsilon=epsilon if batch_epsilon is None else batch_epsilon, epsilon_at=epsilon_at,

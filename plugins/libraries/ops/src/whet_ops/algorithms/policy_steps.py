@@ -193,8 +193,12 @@ def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection)
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
-    """Add values to the reward of each sequence, and store them as a named reward. values [B] float32."""
+    """Add values to the reward of each sequence, and store them as a named reward. values [B] float32.
+
+    `info["penalties"]` has the names of the rewards that the algorithm added.
+    """
     reward = np.asarray(batch["reward"] + values, np.float32)
+    batch = evolve(batch, info={**batch.info, "penalties": (*batch.info.get("penalties", ()), name)})
     return batch.with_columns(**{"reward": reward, f"reward:{name}": np.asarray(values, np.float32)})
 
 
