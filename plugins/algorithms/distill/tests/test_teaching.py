@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from whet.component import Component, Selection
 from whet.config.sections import ModelSection
 from whet.data.model_info import read_model
 from whet.errors import ConfigError
+from whet_distill import losses
 from whet_distill.config import DistillConfig, TopkKlConfig
 from whet_distill.distill import with_advantages
 from whet_distill.hooks import whet_losses
@@ -72,6 +74,27 @@ def test_advantages_are_by_how_much_the_teacher_likes_a_token_more(tiny_model_fo
     np.testing.assert_array_equal(found["advantages"], found["teacher_logprobs"] - own)
     np.testing.assert_array_equal(found["old_logprobs"], own)
     assert "topk_ids" not in found
+
+
+@pytest.mark.parametrize("loss", ["topk-kl", "full-kl", "teacher-pg"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_gap_of_sampler_and_trainer_is_seen(loss, moves):
+    made = random_batch(3, columns=["sampler_logprobs"])
+    topk = np.zeros((made.tokens, 4), np.float32)
+    made = made.with_columns(topk_ids=topk.astype(np.int32), teacher_topk_logprobs=topk)
+    off = np.linspace(1, 3, made.tokens, dtype=np.float32)
+    made = with_advantages(made.with_columns(teacher_logprobs=made["sampler_logprobs"] + 1), moves)
+    batch = made.map(torch.from_numpy)
+    logprobs = batch["sampler_logprobs"] + torch.from_numpy(off)
+    outputs = {
+        "logprobs": logprobs, "logprobs_at": logprobs[:, None].expand(batch["topk_ids"].shape),
+        "kl_forward": logprobs, "kl_reverse": logprobs,
+    }  # fmt: skip
+    config = LOSSES[loss].config()
+    metrics = getattr(losses, LOSSES[loss].target.split(":")[1])(config)(outputs, batch).metrics
+    expected = off[made["loss_mask"]]
+    assert float(metrics["logprob_gap/mean"].number()) == pytest.approx(expected.mean(), rel=1e-5)
+    assert float(metrics["logprob_gap/max"].number()) == pytest.approx(expected.max(), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["topk-kl", "teacher-pg"])

@@ -7,6 +7,8 @@ Left out on purpose: rewards, which are reported and teach nothing here.
 
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from whet.data.batch import Batch
 from whet.data.model_info import read_model
 from whet_distill.config import DistillConfig
@@ -48,10 +50,12 @@ def with_advantages(batch: Batch, moves: bool, own: Any = None) -> Batch:
 
     Who sampled it are the student's weights of before the step where their logprobs are given, `own` [N]. `moves`: the
     student is no longer who sampled, at least from the second minibatch on, so the ratio is against `old_logprobs`;
-    else it is 1 by construction. A loss that reads `old_logprobs` always has the column.
+    else it is 1 by construction. A loss that reads `old_logprobs` always has the column. `info["old_logprobs"]` names
+    the source, as in `whet_ops.algorithms.policy_steps`.
     """
     if "teacher_logprobs" not in batch:
         return batch
     old = batch["sampler_logprobs"] if own is None else own
     batch = batch.with_columns(advantages=batch["teacher_logprobs"] - old)
+    batch = evolve(batch, info={**batch.info, "old_logprobs": "sampler" if own is None else "score"})
     return batch.with_columns(old_logprobs=old) if moves else batch

@@ -10,6 +10,7 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
 from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
+from whet_ops.diagnostics import logprob_gaps
 from whet_ops.distillation import topk_divergences, topk_jensen_shannon
 from whet_ops.losses import clipped_policy_gradient, finite
 from whet_ops.reductions import moved, of_tokens, segment_sum
@@ -50,7 +51,10 @@ class Divergence:
         if "likelihood" in self.weights:
             terms["likelihood"] = -_sum(finite(outputs["logprobs"]), mask)
         numbers = {f"kl/{name}": one for name, one in found.items()} | self.further(batch)
-        return LossResult(terms, {name: mean(_sum(one.detach(), mask), mask.sum()) for name, one in numbers.items()})
+        metrics: dict[str, Metric] = {name: mean(_sum(one.detach(), mask), mask.sum()) for name, one in numbers.items()}
+        if "sampler_logprobs" in batch:
+            metrics |= logprob_gaps(outputs["logprobs"], outputs["logprobs"].detach(), batch, mask)
+        return LossResult(terms, metrics)
 
     def _wanted(self, found: Mapping[str, Tensor]) -> Tensor:
         if self._mixed:
@@ -144,9 +148,9 @@ class TeacherPg:
             "kl/reverse": -of_tokens(batch, "advantages"),
             "ratio/mean": found.ratio,
             "clip_fraction": found.clipped.float(),
-            "logprob_gap/mean": (old - batch["sampler_logprobs"]).abs(),
         }
         metrics: dict[str, Metric] = {name: mean(_sum(one, mask), mask.sum()) for name, one in numbers.items()}
+        metrics |= logprob_gaps(logprobs, old, batch, mask)
         return LossResult({"policy": _sum(found.loss, mask)}, metrics)
 
 
