@@ -99,7 +99,7 @@ def test_a_template_that_appends_makes_one_sequence(tiny_model_folder: Path) -> 
     episode, _ = play(tiny_model_folder, template=APPENDS)
     assert [t.part for t in episode.trajectories] == [0]
     group = Group(0, "e", 0, (episode,))
-    assert "share" not in collate([group], {"e": 1.0})
+    assert not {"share", "conversation", "span_rewards"} & set(collate([group], {"e": 1.0}).columns)
     assert "rewritten" not in rollout_metrics([group])
 
 
@@ -110,6 +110,7 @@ def test_an_episode_counts_once_however_many_sequences_it_has(tiny_model_folder:
     assert batch["member"].tolist() == [0, 0, 0, 1]
     assert batch["episode"].tolist() == [0, 0, 0, 1]
     counts = [int(t.loss_mask.sum()) for t in rewritten.trajectories]
+    assert batch["conversation"].tolist() == [0, 0, 0, 1]
     np.testing.assert_allclose(batch["share"], [*(n / sum(counts) for n in counts), 1.0], rtol=1e-6)
     assert group.compared()[0].tolist() == [1.0, 1.0]
     assert rollout_metrics([group])["rewritten"] == mean(1, 2)
@@ -130,8 +131,10 @@ def test_rewards_of_turns_stay_with_their_tokens_and_the_total_is_that_of_one_se
     assert [[s.value for s in t.spans] for t in rewritten.trajectories] == [[1.0, 10.0], [100.0], [1000.0]]
     for t in rewritten.trajectories:
         assert [(s.begin, s.end) for s in t.spans] == list(t.turns)
-    assert [t.reward for t in rewritten.trajectories] == [2 * 1111 + 0.75, 2 * 1100 + 0.75, 2 * 1000 + 0.75]
     batch = collate([Group(0, "e", 0, (rewritten,))], {"e": 1.0})
+    assert batch["reward"].tolist() == [2 * 1111 + 0.75] * 3
+    assert batch["turn"][batch["loss_mask"]].tolist() == batch["turn"][batch["turn"] >= 0].tolist()
+    assert list(dict.fromkeys(batch["turn"][batch["turn"] >= 0].tolist())) == [0, 1, 2, 3], "turns of the conversation"
     assert batch["member"].tolist() == [0, 0, 0], "a conversation is one member even where it has rewards of its own"
     np.testing.assert_allclose(rewritten.trajectories[0].reward, appended.trajectories[0].reward)
 

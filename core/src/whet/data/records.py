@@ -221,12 +221,12 @@ class Trajectory:
     """0 for the first sequence of a conversation. A chat template that rewrites history begins another: 1, and so on.
     They follow each other."""
     rewards: Mapping[str, float] | None = None
-    """Every named reward of this sequence, unweighted: of the episode, of the agent, of the sequence, of its turns.
-    None: the rewards of the episode."""
+    """Every named reward of this sequence, unweighted: of the episode, of the agent, of the sequence, of its turns. All
+    parts of a conversation have the same. None: the rewards of the episode."""
     reward: float = 0.0
     """The weighted sum of `rewards`."""
     spans: tuple[SpanReward, ...] = ()
-    """The rewards of turns and tokens. `rewards` includes them."""
+    """The rewards of the turns and tokens of this part. `rewards` includes them."""
     apart: bool = False
     """Whether the sequence, or a part of it, has rewards of its own."""
     columns: Mapping[str, NDArray[Any]] = field(factory=dict)

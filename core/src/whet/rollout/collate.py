@@ -28,8 +28,8 @@ def collate(
 
     - tokens int64, loss_mask bool, sampler_logprobs float32
     - version int32: -1 where the model did not produce the token
-    - turn int32, if a sequence has several turns of the model or spans have rewards: the number of the turn in its
-      sequence, -1 outside of turns
+    - turn int32, if a conversation has several turns of the model or spans have rewards: the number of the turn in its
+      conversation, -1 outside of turns
     - span_rewards float32, if turns or spans have rewards: the weighted rewards, each at its last token
 
     Columns per sequence:
@@ -39,14 +39,16 @@ def collate(
     - temperature float32, reward float32
     - `reward:NAME` float32 for each named reward, unweighted: nan where the episode lacks it; see `completed`
     - stopped bool: whether the last response ended by itself, and was not cut
-    - share float32, if a chat template rewrote history, so that a conversation has several sequences (see
-      `Trajectory.part`): the sequence's part of the trained tokens of its conversation, 1 for any other sequence
+    - conversation int64 and share float32, if a chat template rewrote history, so that a conversation has several
+      sequences (see `Trajectory.part`): the number of the conversation, and the sequence's part of the trained tokens
+      of its conversation
     - greedy_reward float32, if groups have a greedy episode: the reward that the greedy episode of the group gives to
       the same agent. The batch has nothing else of greedy episodes
 
-    `reward` is the sum of all rewards whose address includes the sequence, `span_rewards` included. The sequences of
-    one agent in an episode have the same `member`: they count once in a comparison. If an agent's sequences have
-    rewards of their own in a group, each conversation of this agent in the group is a member.
+    `reward` is the sum of all rewards whose address includes the sequence, `span_rewards` included. All sequences of a
+    conversation have the reward of the conversation. The sequences of one agent in an episode have the same `member`:
+    they count once in a comparison. If an agent's sequences have rewards of their own in a group, each conversation of
+    this agent in the group is a member.
     """
     episodes = completed([episode for group in groups for episode in group.episodes])
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
@@ -88,7 +90,7 @@ def collate(
                 [e.reward if t.rewards is None else t.reward for e in episodes for t in e.trajectories], np.float32
             ),
             "stopped": np.array([t.stop == "stop" for t in trajectories], np.bool_),
-            **({"share": _shares(trajectories)} if any(t.part for t in trajectories) else {}),
+            **(_conversations(trajectories) if any(t.part for t in trajectories) else {}),
             **({"greedy_reward": np.array(greedy, np.float32)} if greedy else {}),
             **{f"reward:{name}": np.array(values, np.float32) for name, values in rewards.items()},
         },
@@ -111,13 +113,14 @@ def _members(owners: Sequence[tuple[Group, Episode]]) -> NDArray[np.int64]:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _shares(trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
-    """Return which part of the trained tokens of its conversation each sequence has: [sequences]."""
+def _conversations(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """Return the columns `conversation` and `share` [sequences]."""
     conversation = np.cumsum([t.part == 0 for t in trajectories]) - 1
     trained = np.array([np.count_nonzero(t.loss_mask) for t in trajectories], np.float64)
     whole = np.bincount(conversation, trained)[conversation]
     alone = np.array([t.part == 0 for t in trajectories], np.float64)
-    return np.where(whole > 0, trained / np.maximum(whole, 1), alone).astype(np.float32)
+    share = np.where(whole > 0, trained / np.maximum(whole, 1), alone)
+    return {"conversation": conversation, "share": share.astype(np.float32)}
 
 
 def _greedy_reward(episode: Episode, agent: str) -> float:
@@ -130,12 +133,15 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     """Return the columns `turn` and `span_rewards` [tokens], each only if the batch needs it."""
     ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
     turn, rewards = np.full(ends[-1], -1, np.int32), np.zeros(ends[-1], np.float32)
+    before = 0
     for start, trajectory in zip(ends, trajectories, strict=False):
-        for number, (begin, end) in enumerate(trajectory.turns):
+        before = before if trajectory.part else 0
+        for number, (begin, end) in enumerate(trajectory.turns, before):
             turn[start + begin : start + end] = number
+        before += len(trajectory.turns)
         for span in trajectory.spans:
             rewards[start + span.end - 1] += span.weight * span.value
-    several, placed = any(len(t.turns) > 1 for t in trajectories), any(t.spans for t in trajectories)
+    several, placed = any(len(t.turns) > 1 or t.part for t in trajectories), any(t.spans for t in trajectories)
     return {**({"turn": turn} if several or placed else {}), **({"span_rewards": rewards} if placed else {})}
 
 

@@ -60,19 +60,18 @@ def _rewarded(
     given: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> list[Trajectory]:
-    """Return the parts of a sequence with its rewards. A part's total lacks the rewards of turns of earlier parts."""
+    """Return the parts of a sequence. Each has the rewards of the whole sequence, and the spans of its own turns."""
     rewards, own = dict(given), [one for one in recorded if one.sequence == number]
     for one in recorded:
         if one.sequence == number or (one.sequence is None and one.agent == parts[0].agent):
             rewards[one.name] += one.value
-    found, left = [], total_reward(rewards, weights)
+    found, total = [], total_reward(rewards, weights)
     for part in parts:
         spans = tuple(
             SpanReward(one.name, one.value, *one.span, weights.get(one.name, 1.0))
             for one in own if one.span is not None and one.part == part.part
         )  # fmt: skip
-        found.append(evolve(part, rewards=rewards, reward=left, spans=spans, apart=bool(own)))
-        left -= sum(span.weight * span.value for span in spans)
+        found.append(evolve(part, rewards=rewards, reward=total, spans=spans, apart=bool(own)))
     return found
 
 

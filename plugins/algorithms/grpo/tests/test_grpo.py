@@ -14,6 +14,7 @@ from whet.component import AdvantagesFacts, Component, LossFacts, Selection
 from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
+from whet.data.batch import from_sequences
 from whet.data.metrics import Metric, merge
 from whet.data.model_info import ModelInfo
 from whet.data.records import Completion, Request, Task
@@ -134,6 +135,18 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     finally:
         rollouts.close()
     return policy, numbers
+
+
+def test_a_conversation_in_two_sequences_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"tokens": [0, LETTERS[0], LETTERS[2]], "loss_mask": [False, True, True]}
+    rows = [{**row, "sampler_logprobs": np.zeros(3, np.float32)}] * 3
+    made = from_sequences(rows, prompt_lengths=[1] * 3, group=[0] * 3, episode=[0, 0, 1])
+    columns = {"reward": np.array([1, 1, 0], np.float32), "conversation": np.array([0, 0, 1])}
+    batch = made.with_columns(share=np.array([0.5, 0.5, 1], np.float32), **columns)
+    monkeypatch.setattr(RolloutStream, "take", lambda self, groups: batch)
+    advantages = {"use": "reinforce-plus-plus", "over": "sequences", "per_token": False}
+    policy, _ = run(1, [], advantages=advantages, group_size=2)
+    assert policy.advantages[0].tolist() == pytest.approx([1, 1, -1])
 
 
 def chance(policy: Table) -> float:

@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 
 from whet.data.batch import Batch
-from whet_grpo.advantages import GroupMean, Rloo, RoleBaseline, TurnReturns
-from whet_grpo.config import GroupMeanConfig, RlooConfig, RoleBaselineConfig, TurnReturnsConfig
-from whet_ops.members import members_of
+from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo, RoleBaseline, TurnReturns
+from whet_grpo.config import (
+    GdpoConfig,
+    GroupMeanConfig,
+    OpoConfig,
+    ReinforcePlusPlusConfig,
+    RemaxConfig,
+    RlooConfig,
+    RoleBaselineConfig,
+    TurnReturnsConfig,
+)
+from whet_ops.members import by_conversation, members_of, placed_rewards
+from whet_ops.reductions import of_tokens
 
 ENV = [-1, -1]
 
@@ -136,3 +146,79 @@ def test_a_role_baseline_discounts_from_the_last_turn() -> None:
     batch = batch_of([[0.0, 0.0, 0.0], [0.0]], [0, 0], final=[2.0, 3.0])
     found = at_turns(batch, RoleBaseline(RoleBaselineConfig(decay=1.0, gamma=0.5))(batch))
     assert found == [[0.5, 1.0, 2.0], [3.0]]
+
+
+def rewritten(batch: Batch, cut: list[int]) -> Batch:
+    """Return a batch in which some sequences continue in a second part from turn 1 on, after three context tokens."""
+    places, owner, context = [], [], []
+    ends = np.cumsum(batch["lengths"])
+    for number, (begin, end) in enumerate(zip(ends - batch["lengths"], ends, strict=True)):
+        at = begin + int(np.argmax(batch["turn"][begin:end] == 1)) if number in cut else end
+        for part in ([*range(begin, at)], [begin] * 3 + [*range(at, end)])[: 1 + (number in cut)]:
+            context += [bool(owner) and owner[-1] == number and i < 3 for i in range(len(part))]
+            places, owner = [*places, part], [*owner, number]
+    given, outside = np.concatenate(places), {"turn": -1, "version": -1}
+    per_token = {
+        name: np.where(context, np.asarray(outside.get(name, 0), column.dtype), column[given])
+        for name, column in batch.per_token.items()
+    }
+    columns = {name: column[owner] for name, column in batch.per_sequence.items()}
+    lengths = np.array([len(part) for part in places])
+    return Batch(
+        per_token,
+        {**columns, "lengths": lengths, "unit": np.arange(len(owner)), "conversation": np.array(owner)},
+        batch.info,
+    )
+
+
+def charged() -> Batch:
+    """Return two groups of samples with rewards of turns and a penalty at each token."""
+    random = np.random.default_rng(0)
+    rewards = [random.normal(size=n).round(2).tolist() for n in (3, 1, 2, 2, 3, 2)]
+    made = batch_of(rewards, [0, 0, 0, 1, 1, 1], final=random.normal(size=6), env=[0] * 6, agent=[0] * 6,
+                    member=np.arange(6))  # fmt: skip
+    costs = np.where(made["loss_mask"], random.normal(size=made.tokens), 0).astype(np.float32)
+    totals = np.add.reduceat(costs, np.cumsum(made["lengths"]) - made["lengths"])
+    named = {"reward:one": random.normal(size=6), "reward:two": random.normal(size=6)}
+    return made.with_columns(
+        token_rewards=costs, task_reward=made["reward"], reward=made["reward"] + totals,
+        greedy_reward=random.normal(size=6).astype(np.float32),
+        version=np.where(made["loss_mask"], 0, -1), **named,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GroupMean(GroupMeanConfig()),
+        lambda: Rloo(RlooConfig(whiten=True)),
+        lambda: ReinforcePlusPlus(ReinforcePlusPlusConfig()),
+        lambda: ReinforcePlusPlus(ReinforcePlusPlusConfig(over="sequences", gamma=0.9)),
+        lambda: ReinforcePlusPlus(ReinforcePlusPlusConfig(over="sequences", per_token=False)),
+        lambda: ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=True, kl_of="own")),
+        lambda: Opo(OpoConfig()),
+        lambda: Remax(RemaxConfig()),
+        lambda: Remax(RemaxConfig(per_token=False)),
+        lambda: Gdpo(GdpoConfig(over="tokens")),
+        lambda: TurnReturns(TurnReturnsConfig()),
+        lambda: TurnReturns(TurnReturnsConfig(gamma=0.5, baseline="none")),
+        lambda: TurnReturns(TurnReturnsConfig(gamma=0.0, scale="group", baseline="group-mean")),
+        lambda: RoleBaseline(RoleBaselineConfig()),
+        lambda: RoleBaseline(RoleBaselineConfig(gamma=0.5)),
+    ],
+)
+def test_a_conversation_in_parts_teaches_as_in_one_sequence(make: Any) -> None:
+    whole = charged()
+    parts = rewritten(whole, [0, 3, 4])
+    expected = of_tokens(whole.with_columns(advantages=make()(whole)), "advantages")[whole["loss_mask"]]
+    found = by_conversation(make(), parts)
+    found = of_tokens(parts.with_columns(advantages=found), "advantages")[parts["loss_mask"]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert expected.any()
+
+
+def test_a_part_is_not_rewarded_for_the_turns_of_earlier_parts() -> None:
+    whole = batch_of([[1.0, 2.0], [4.0]], [0, 0], final=[8.0, 16.0])
+    parts = rewritten(whole, [0])
+    placed = placed_rewards(parts, parts["reward"], parts["loss_mask"])
+    assert placed[parts["loss_mask"]].tolist() == [0, 1 + 10, 0, 2 + 8, 0, 4 + 16]

@@ -23,6 +23,7 @@ from whet_ops.algorithms.policy_steps import (
     scored,
     with_correction,
 )
+from whet_ops.members import by_conversation
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import OnlineParts
@@ -52,7 +53,7 @@ class Grpo:
             batch = scored(batch, backend, old, reference)
             batch = logged(step, penalise_kl(batch, config.kl_reward, carried))
             batch = logged(step, mask_overlong(batch, config.overlong))
-            batch = batch.with_columns(advantages=clip_advantages(advantages(batch), *bounds))
+            batch = batch.with_columns(advantages=clip_advantages(by_conversation(advantages, batch), *bounds))
             step.log(advantage_metrics(batch))
             batch = logged(step, correct_gap(batch, before))
             batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))

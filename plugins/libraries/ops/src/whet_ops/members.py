@@ -1,9 +1,10 @@
 """What a batch of rollouts compares: its members, and the turns of its sequences, on NumPy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch
@@ -24,7 +25,7 @@ class Members:
     owner: NDArray[Any]
     """The member of each sequence: [B]."""
     sizes: NDArray[Any]
-    """The number of sequences of each member: [M]. A conversation of several sequences counts as one."""
+    """The number of sequences of each member: [M]."""
     cohort: NDArray[Any]
     """A number for each member. Members with the same number are compared: one agent in one group. [M]."""
 
@@ -33,8 +34,6 @@ def members_of(batch: Batch) -> Members:
     """Return the members of a batch. Without the column `member`, each episode is a member."""
     column = np.asarray(batch["member"] if "member" in batch else batch["episode"])
     _, first, owner, sizes = np.unique(column, return_index=True, return_inverse=True, return_counts=True)
-    if "share" in batch:  # the shares of a conversation add up to 1
-        sizes = np.rint(np.bincount(owner, np.asarray(batch["share"]))).astype(np.int64)
     group = np.asarray(batch["group"] if "group" in batch else np.zeros(len(column), np.int64))
     agent = np.asarray(batch["agent"] if "agent" in batch else np.zeros(len(column), np.int64))
     _, groups = np.unique(group, return_inverse=True)
@@ -47,8 +46,41 @@ def of_members(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(np.bincount(owner, values)[owner])
 
 
+def by_conversation(estimate: Callable[[Batch], Any], batch: Batch) -> NDArray[Any]:
+    """Return what an estimator returns for a batch, [B] or [N]. It gets each conversation as one sequence."""
+    found, (_, conversation) = np.asarray(estimate(joined(batch))), conversations(batch)
+    return found if len(found) == batch.tokens else found[conversation]
+
+
+def joined(batch: Batch) -> Batch:
+    """Return the batch with one sequence for each conversation. The parts of a conversation follow each other in it.
+
+    Columns of the conversation are those of its first part, except for `stopped`, which is that of its last part.
+    """
+    if "conversation" not in batch:
+        return batch
+    first, conversation = conversations(batch)
+    columns = {name: np.asarray(column)[first] for name, column in batch.per_sequence.items()}
+    columns["lengths"] = np.bincount(conversation, batch["lengths"]).astype(np.int64)
+    if "stopped" in batch:
+        columns["stopped"] = np.asarray(batch["stopped"])[np.append(first[1:], batch.sequences) - 1]
+    return evolve(batch, per_sequence={n: c for n, c in columns.items() if n not in ("conversation", "share")})
+
+
+def conversations(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the position of the first part of each conversation [C], and the conversation of each sequence [B].
+
+    Without the column `conversation`, each sequence is a conversation. The sequences are in the order of the rollouts.
+    """
+    if "conversation" not in batch:
+        return np.arange(batch.sequences), np.arange(batch.sequences)
+    number = np.asarray(batch["conversation"])
+    begins = np.append(True, number[1:] != number[:-1])[: len(number)]
+    return np.flatnonzero(begins), np.cumsum(begins) - 1
+
+
 def turn_of(batch: Batch) -> NDArray[np.int32]:
-    """Return the number of the model's turn of each token [N], -1 outside of turns."""
+    """Return the number of the model's turn in its conversation for each token [N], -1 outside of turns."""
     if "turn" in batch:
         return np.asarray(batch["turn"], np.int32)
     produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
@@ -59,10 +91,15 @@ def placed_rewards(batch: Batch, rewards: NDArray[Any], mask: NDArray[Any]) -> N
     """Return the reward of each token [N]: the rewards of turns and spans where they are, the rest at the end.
 
     rewards [B] are the rewards of the sequences, those of turns and spans included. The end is the last token under the
-    mask [N].
+    mask [N]. The rest of a part of a conversation lacks the rewards of the turns of earlier parts too.
     """
     lengths, rewards = np.asarray(batch["lengths"]), np.asarray(rewards, np.float64)
     if "span_rewards" not in batch:
         return at_last(rewards, mask, lengths)
     spans = np.asarray(batch["span_rewards"], np.float64)
-    return at_last(rewards - segment_sum(spans, lengths), mask, lengths) + spans
+    placed = segment_sum(spans, lengths)
+    if "conversation" in batch:
+        first, conversation = conversations(batch)
+        placed, before = np.cumsum(placed), np.cumsum(placed) - placed
+        placed = placed - before[first][conversation]
+    return at_last(rewards - placed, mask, lengths) + spans
