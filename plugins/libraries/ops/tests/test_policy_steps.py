@@ -57,6 +57,14 @@ def test_cut_sequences_leave_the_loss_and_their_reward_stays() -> None:
     assert metrics["overlong/masked"].number() == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("stopped", [[True, True, False], [True, False, True]])
+def test_a_conversation_in_parts_leaves_the_loss_as_a_whole_if_its_last_response_is_cut(stopped: list[bool]) -> None:
+    parts = batch(conversation=np.array([0, 1, 1]), stopped=np.array(stopped))
+    found, metrics = mask_overlong(parts, OverlongSection(mask=True))
+    assert found["loss_mask"].tolist() == [0, 1, 0, *([stopped[-1]] * 2), 0, *([stopped[-1]] * 3)]
+    assert metrics["overlong/masked"].number() == (not stopped[-1]) / 2
+
+
 def test_an_episodes_length_is_that_of_all_its_responses() -> None:
     section = OverlongSection(penalty=2.0, buffer=4)
     found, metrics = penalise_overlong(batch(), section, max_tokens=6)

@@ -20,7 +20,7 @@ from whet.data.metrics import Metric, histogram, largest, mean, smallest
 from whet_ops import correction
 from whet_ops.algorithms.config import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
 from whet_ops.kl import kl_estimate, log_ratio
-from whet_ops.members import of_members
+from whet_ops.members import conversations, joined, of_members
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
 from whet_ops.shaping import adapted_weight, overlong_penalty
 
@@ -99,11 +99,15 @@ def logged(step: "Step", made: tuple[Batch, Metrics]) -> Batch:
 
 
 def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metrics]:
-    """Remove truncated sequences from the loss, and return their share as a metric."""
+    """Remove truncated sequences from the loss, and return their share as a metric.
+
+    A conversation of several sequences counts as one. It is truncated if its last response is.
+    """
     if not section.mask:
         return batch, {}
-    cut = ~np.asarray(batch["stopped"])
-    kept = batch["loss_mask"] & ~expand(cut, batch["lengths"])
+    _, conversation = conversations(batch)
+    cut = ~np.asarray(joined(batch)["stopped"])
+    kept = batch["loss_mask"] & ~expand(cut[conversation], batch["lengths"])
     return batch.with_columns(loss_mask=kept), {"overlong/masked": mean(int(cut.sum()), len(cut))}
 
 
