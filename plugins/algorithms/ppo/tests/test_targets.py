@@ -33,6 +33,18 @@ def test_the_reward_stands_at_the_last_token_that_is_learned(batch):
     assert metrics == {}
 
 
+def test_rewards_of_turns_that_are_not_trained_are_at_trained_tokens(batch):
+    given = batch.with_columns(reward=np.array([7.0, 3.0], np.float32))
+    spans = np.array([2, 0, 0, 4, 0.5, 1, 0, 0.5], np.float32)  # 2, 4 and 1 are at tokens that are not trained
+    placed, _ = place_rewards(given.with_columns(span_rewards=spans), KlRewardSection())
+    assert placed["token_rewards"].tolist() == [0, 0, 4, 0, 2 + 0.5 + 0.5, 0, 0, 1 + 0.5 + 1.5]
+    first = np.arange(8) < 5
+    placed, _ = place_rewards(given.with_columns(span_rewards=spans, loss_mask=MASK & first), KlRewardSection())
+    assert placed["token_rewards"].tolist() == [0, 0, 4, 0, 3, 0, 0, 0]
+    placed, _ = place_rewards(given.with_columns(span_rewards=spans, loss_mask=MASK & ~first), KlRewardSection())
+    assert placed["token_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 0, 3]
+
+
 def test_the_penalty_stands_at_each_token_and_leaves_the_reward_as_it_was(batch):
     placed, metrics = place_rewards(batch, KlRewardSection(weight=0.1))
     assert placed["token_rewards"] == pytest.approx([0, -0.05, 0.05, 0, 1, 0, 0, 0.5 - 0.2])

@@ -27,7 +27,8 @@ def place_rewards(
 ) -> tuple[Batch, Metrics]:
     """Add the reward of each token in the column `token_rewards` [N].
 
-    The rewards of turns and spans are where they are. All other rewards of a sequence are at its last trained token.
+    The rewards of turns and spans are where they are; those of turns that are not trained are at the last trained token
+    before them. All other rewards of a sequence are at its last trained token.
     The penalty for leaving the reference is at every trained token. `reward` [B] does not include this penalty. For
     `carried` see `policy_steps.penalise_kl`.
     """

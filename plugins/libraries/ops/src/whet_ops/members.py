@@ -91,7 +91,9 @@ def placed_rewards(batch: Batch, rewards: NDArray[Any], mask: NDArray[Any]) -> N
     """Return the reward of each token [N]: the rewards of turns and spans where they are, the rest at the end.
 
     rewards [B] are the rewards of the sequences, those of turns and spans included. The end is the last token under the
-    mask [N]. The rest of a part of a conversation lacks the rewards of the turns of earlier parts too.
+    mask [N]. The rest of a part of a conversation lacks the rewards of the turns of earlier parts too. If the last
+    token of a turn or span is not under the mask, its reward is at the last token under the mask before it, or else at
+    the end. A sequence without a token under the mask has no rewards.
     """
     lengths, rewards = np.asarray(batch["lengths"]), np.asarray(rewards, np.float64)
     if "span_rewards" not in batch:
@@ -102,4 +104,20 @@ def placed_rewards(batch: Batch, rewards: NDArray[Any], mask: NDArray[Any]) -> N
         first, conversation = conversations(batch)
         placed, before = np.cumsum(placed), np.cumsum(placed) - placed
         placed = placed - before[first][conversation]
-    return at_last(rewards - placed, mask, lengths) + spans
+    return at_last(rewards - placed, mask, lengths) + _under(spans, mask, lengths)
+
+
+def _under(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.float64]:
+    """Move each value to the last token under the mask at or before it, or else to the last of its sequence.
+
+    values, mask [N] -> [N]
+    """
+    there, places = np.flatnonzero(mask), np.flatnonzero(values)
+    if not len(there):
+        return np.zeros(len(values))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    before = there[np.searchsorted(there, places, "right") - 1]
+    last = there[np.searchsorted(there, np.cumsum(lengths)[owner[places]]) - 1]
+    found = np.where((before <= places) & (owner[before] == owner[places]), before, last)
+    kept = owner[found] == owner[places]
+    return np.bincount(found[kept], values[places[kept]], len(values))
