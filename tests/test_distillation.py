@@ -102,6 +102,15 @@ def test_a_teacher_that_no_worker_holds_is_refused_with_what_to_change(config):
         prepare(config, ["algorithm.old_logprobs=trainer"])
     with pytest.raises(ConfigError, match=r"needs the model output 'jensen_shannon', which the backend does not give"):
         prepare(config, ["algorithm.loss={use: full-kl, divergence: jensen-shannon}", "roles={}"])
+    for loss in ("gspo", "gmpo"):
+        with pytest.raises(ConfigError, match=r"algorithm\.loss: wants one advantage for each sequence; as configured"):
+            prepare(config, [f"algorithm.loss={loss}"])
+    prepare(config, ["algorithm.loss={use: gspo, level: token}"])
+    prepare(config, ["algorithm={use: grpo, advantages: reinforce-plus-plus, loss: teacher-pg}", "roles={}"])
+    for algorithm in ("distill", "distill-data"):
+        words = rf"algorithm\.loss: reads no .*teacher_topk_logprobs', so nothing that {algorithm} finds out"
+        with pytest.raises(ConfigError, match=words):
+            prepare(config, [f"algorithm={{use: {algorithm}, loss: nll}}"])
     with pytest.raises(ConfigError, match=r"algorithm\.teachers\.odd: there is no such environment; there are even"):
         prepare(config, ["algorithm.teachers={odd: teacher}"])
 

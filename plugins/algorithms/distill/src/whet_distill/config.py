@@ -1,5 +1,6 @@
 """The sections of distillation and its losses, and what planning needs to know of them."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
@@ -128,6 +129,8 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
     return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | ({"old_logprobs"} if read & TOKEN_COLUMNS else set()),
+        columns_essential=essential(config, model, {"teacher_topk_logprobs", *TOKEN_COLUMNS}),
+        token_advantages="advantages" in read,
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
         roles=dict.fromkeys(sorted({"teacher", *config.teachers.values()}), need(config, model))
@@ -145,8 +148,15 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Algorithm
         encode="whet_distill.data:encoder",
         records_per_step=config.batch_size,
         columns_written=TOPK_COLUMNS | {"teacher_logprobs"},
+        columns_essential=essential(config, model, {"teacher_topk_logprobs", "teacher_logprobs"}),
         roles={"teacher": wanted} if wanted.outputs else {},
     )
+
+
+def essential(config: TaughtConfig, model: ModelInfo, columns: Iterable[str]) -> frozenset[str]:
+    """Return the columns of which the loss must read one: none if its outputs compare with a teacher already."""
+    compared = facts_of(config.loss, model, LossFacts).outputs_needed & {"kl_forward", "kl_reverse", "jensen_shannon"}
+    return frozenset(() if compared else columns)
 
 
 def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
@@ -179,4 +189,4 @@ def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> LossFacts:
 def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
     columns = frozenset({"advantages", "sampler_logprobs"})
-    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)
+    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=columns, token_advantages=True)
