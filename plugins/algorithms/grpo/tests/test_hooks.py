@@ -43,6 +43,8 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {},
         {"advantages": "reinforce-plus-plus", "group_size": 1},
         {"advantages": "reinforce-plus-plus", "loss": {"use": "gspo", "level": "token"}},
+        {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "minibatches": 2},
+        {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "old_logprobs": "sampler"},
         {"advantages": {"use": "reinforce-plus-plus", "per_token": False}, "loss": "gspo"},
         {"correction": {"weights": "sequence", "max_token_gap": 3.0}, "loss": "gspo"},
         {"correction": {"mask": "token", "count_masked": False}, "loss": "gspo"},
@@ -98,6 +100,10 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             "algorithm.kl_reward.adaptive.horizon", "is 1.6, and a step has 2 x 4 episodes: one of 8 or more can turn",
         ),
         ({"loss": {**LOSS, "off_policy": {"since": "old"}}}, "algorithm.loss.off_policy.since", "without a threshold"),
+        (
+            {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}},
+            "algorithm.loss.off_policy.since", "no effect with one optimizer step",
+        ),
         (
             {"advantages": {"use": "reinforce-plus-plus", "baseline_of": "reward"}},
             "algorithm.advantages.baseline_of", "no effect without a baseline",

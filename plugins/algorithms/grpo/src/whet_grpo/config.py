@@ -47,7 +47,8 @@ class OffPolicySection:
     """Leave out a response of negative advantage if the logprobs of its tokens have fallen on average by more nats than
     this; see `since`. Its tokens still count in the mean, and for `kl`. Null: leave out no response."""
     since: Literal["sampler", "old"] = "sampler"
-    """The logprobs before the fall. `sampler`: the generator's logprobs. `old`: the old logprobs of the ratio."""
+    """The logprobs before the fall. `sampler`: the generator's logprobs. `old`: the old logprobs of the ratio. They
+    need several optimizer steps for each batch, or those of the sampler."""
 
 
 @frozen
