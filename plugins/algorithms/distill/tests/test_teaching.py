@@ -97,6 +97,25 @@ def test_the_gap_of_sampler_and_trainer_is_seen(loss, moves):
     assert float(metrics["logprob_gap/max"].number()) == pytest.approx(expected.max(), rel=1e-5)
 
 
+@pytest.mark.parametrize("forward", [0.5, 1.0])
+def test_a_reverse_divergence_is_reported_only_where_it_is_whole(forward):
+    batch = random_batch(4)
+    teacher = np.log(np.full((batch.tokens, 2), 0.5, np.float32))
+    batch = batch.with_columns(topk_ids=np.zeros((batch.tokens, 2), np.int32), teacher_topk_logprobs=teacher)
+    student = torch.full((batch.tokens, 2), np.log(0.05), dtype=torch.float32)
+    logprobs = torch.zeros(batch.tokens)
+    outputs = {"logprobs": logprobs, "logprobs_at": student, "entropy": logprobs + 3.0}
+    loss = losses.TopkKl(TopkKlConfig(outside="zero", forward=forward))
+    found = loss({name: outputs[name] for name in loss.outputs}, batch.map(torch.as_tensor))
+    number = found.metrics["kl/forward"].number()
+    assert number == pytest.approx(np.log(10), rel=1e-5)
+    if forward == 1:
+        assert "kl/reverse" not in found.metrics
+        assert float(found.terms["kl"]) == pytest.approx(np.log(10) * batch["loss_mask"].sum(), rel=1e-5)
+    else:
+        assert found.metrics["kl/reverse"].number() == pytest.approx(-3 - 0.1 * np.log(0.5) + 0.9 * 100, rel=1e-4)
+
+
 @pytest.mark.parametrize("loss", ["topk-kl", "teacher-pg"])
 def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path, tiny_model_folder, loss):
     folder = make_model(tmp_path, make_tokenizer(["quite other words 99"], vocab_size=280))

@@ -57,12 +57,16 @@ class Divergence:
         return LossResult(terms, metrics)
 
     def _wanted(self, found: Mapping[str, Tensor]) -> Tensor:
+        if self._mixed and self._forward == 1:
+            return found["forward"]
         if self._mixed:
             return self._forward * found["forward"] + (1 - self._forward) * found["reverse"]
         return found["jensen_shannon"]
 
     def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-        """Return `forward` and `reverse`, or `jensen_shannon`, at each token: [N] each."""
+        """Return `forward` and `reverse`, or `jensen_shannon`, at each token: [N] each. `reverse` may be missing if
+        only the forward divergence is wanted.
+        """
         raise NotImplementedError
 
     def further(self, batch: Batch) -> dict[str, Tensor]:
@@ -81,12 +85,14 @@ class TopkKl(Divergence):
         self.outputs = ("logprobs", "logprobs_at", *(["entropy"] if wants_entropy(config) else []))
 
     def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-        """Return them at each trained token, 0 elsewhere."""
+        """Return them at each trained token, 0 elsewhere. With `zero`, `reverse` needs the entropy."""
         student, teacher = outputs["logprobs_at"][mask], batch["teacher_topk_logprobs"][mask]
         if self._mixed:
             entropy = outputs["entropy"][mask] if "entropy" in outputs else None
             forward, reverse = topk_divergences(student, teacher, self._outside, entropy)
-            found = {"forward": forward, "reverse": reverse}
+            found = {"forward": forward}
+            if entropy is not None or self._outside != "zero":
+                found["reverse"] = reverse
         else:
             found = {"jensen_shannon": topk_jensen_shannon(student, teacher, self._beta, self._outside)}
         room = outputs["logprobs"].float() * 0.0
