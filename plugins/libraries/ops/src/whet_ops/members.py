@@ -120,4 +120,4 @@ def _under(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> N
     last = there[np.searchsorted(there, np.cumsum(lengths)[owner[places]]) - 1]
     found = np.where((before <= places) & (owner[before] == owner[places]), before, last)
     kept = owner[found] == owner[places]
-    return np.bincount(found[kept], values[places[kept]], len(values))
+    return np.bincount(found[kept], values[places[kept]], len(values)).astype(np.float64)
