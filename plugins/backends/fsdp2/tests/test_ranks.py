@@ -1,6 +1,7 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
 import importlib.util
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -262,6 +263,20 @@ def test_two_ranks_in_bfloat16_stay_near_one(backends, make_batch):
     for seed in range(2):
         expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
         assert found == pytest.approx(expected, rel=2e-2)
+
+
+def test_ranks_in_bfloat16_divide_logits_by_the_temperature_itself(backends, make_batch, folders, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(folders("qwen3 untied"), tmp_path / "certain")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 8
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _, two = backends(dtype="bfloat16", folder=folder, reference=True)
+    batch = make_batch()
+    batch = batch.with_columns(temperature=np.full(batch.sequences, 0.6, np.float32))
+    found, expected = (two.score(batch, ("logprobs",), weights)["logprobs"] for weights in ("policy", "reference"))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

@@ -64,20 +64,20 @@ class Root:
             if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
                 bias = terms["bias"]
                 return {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
-            of_head = {**terms, "chunk": self.chunk}
+            # FSDP2 casts float tensors among the arguments of `_head`; a temperature must not be rounded.
+            of_head = {**terms, "temperature": feed.temperature, "chunk": self.chunk}
             found = head_outputs(outputs, hidden, weight, feed.targets, feed.ids, of_head)
             return found if other is None else found | divergences(outputs, hidden, weight, other, of_head)
 
-        terms = {"temperature": feed.temperature}
-        found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula, terms)
+        found: dict[str, Tensor] = self._head(read_hidden(self, feed), formula)
         return owned(self.model, found)
 
-    def _apply(self, hidden: Tensor, formula: Formula, terms: dict[str, Any]) -> dict[str, Tensor]:
+    def _apply(self, hidden: Tensor, formula: Formula) -> dict[str, Tensor]:
         """Compute a formula on the head's weight. Takes the place of the head's forward pass."""
         weight, bias = self._owner.weight, getattr(self._head, "bias", None)
         rows = _rows_of(weight, self._group)
         bias = None if bias is None else local(bias)
-        return formula(hidden, local(weight), {**terms, "bias": bias, "vocabulary": rows})
+        return formula(hidden, local(weight), {"bias": bias, "vocabulary": rows})
 
 
 class ValueRoot:
