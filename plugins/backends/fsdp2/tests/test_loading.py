@@ -119,3 +119,45 @@ def test_random_state_of_the_process_is_left_alone(make_worker, batch):
     worker = make_worker()
     worker.train(batch, Spec("whet_testing.losses:Likelihood"))
     assert torch.equal(torch.random.get_rng_state(), expected)
+
+
+COMMON = {
+    "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+DECODER = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.2}
+RANDOM = {
+    "seed_oss": {**DECODER, "head_dim": 8, "residual_dropout": 0.3},
+    "opt": {**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.3, "layerdrop": 0.3},
+    "phimoe": {**DECODER, "num_local_experts": 4, "input_jitter_noise": 0.3, "sliding_window": None,
+               "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}  # fmt: skip
+"""Models that draw random numbers in training mode."""
+
+
+def made(folder, family, **config):
+    """Write a random model of any family of `transformers`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+@pytest.mark.parametrize("family", RANDOM)
+def test_checkpointing_draws_no_random_numbers(make_worker, tmp_path, batch, gradients, family, kind):
+    folder = made(tmp_path, family, **RANDOM[family])
+    plain, saving = make_worker(folder=folder), make_worker(folder=folder, gradient_checkpointing=kind)
+    found, expected = (worker.score(batch, ("logprobs",))["logprobs"] for worker in (saving, plain))
+    assert (found == expected).all()
+    expected = gradients(plain, batch)
+    for name, gradient in gradients(saving, batch).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_dropout_that_cannot_be_switched_off_is_refused(make_worker, tmp_path):
+    folder = made(tmp_path, "falcon", **COMMON, hidden_dropout=0.5, multi_query=False, initializer_range=0.2)
+    make_worker(folder=folder)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing: FalconForCausalLM .* dropout"):
+        make_worker(folder=folder, gradient_checkpointing=True)

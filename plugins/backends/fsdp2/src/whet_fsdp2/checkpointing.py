@@ -33,7 +33,10 @@ KEPT = PRODUCTS | {
 
 
 def enable_checkpointing(model: Any, kind: Checkpointing) -> None:
-    """Turn checkpointing on. There is no dropout, so no random state has to be kept."""
+    """Turn checkpointing on. There is no dropout, so no random state has to be kept.
+
+    Layers check that they are in training mode. The modules in them are not: there a router may choose at random.
+    """
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
@@ -44,7 +47,8 @@ def enable_checkpointing(model: Any, kind: Checkpointing) -> None:
         enable(options)
     except ValueError as error:
         raise ConfigError(f"backend.gradient_checkpointing: {error}") from error
-    model.train()
+    for module in model.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def keeps(context: Any, operation: Any, *arguments: Any, **more: Any) -> Any:

@@ -22,7 +22,6 @@ from whet.interfaces.loss import Loss
 from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
-from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.experts import Experts
 from whet_fsdp2.feed import widths
@@ -146,10 +145,8 @@ class HeldModels:
             model.requires_grad_(False)
         root, layout = prepare(
             model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,
-            compiled=config.compile,
+            compiled=config.compile, checkpointing=trained and config.gradient_checkpointing,
         )  # fmt: skip
-        if trained and config.gradient_checkpointing:
-            enable_checkpointing(model, config.gradient_checkpointing)
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)
         reshard(model)

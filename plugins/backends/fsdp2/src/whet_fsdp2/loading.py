@@ -13,6 +13,7 @@ from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2 import attention
+from whet_fsdp2.checkpointing import Checkpointing, enable_checkpointing
 from whet_fsdp2.compiled import compile_layers
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.kernels import use_kernels
@@ -76,8 +77,9 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # else a padding token that is part of a sequence would have no gradient
     return model.eval()
@@ -125,12 +127,12 @@ def _refuse_incomplete(path: str, report: Any) -> None:
 
 def prepare(
     model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = (),
-    *, compiled: bool = False,
+    *, compiled: bool = False, checkpointing: Checkpointing = False,
 ) -> tuple[AnyRoot, Layout]:  # fmt: skip
     """Return the model as a `Root` or `ValueRoot`, and its layout.
 
     `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`. `compiled`: see
-    `whet_fsdp2.compiled`.
+    `whet_fsdp2.compiled`. `checkpointing`: see `whet_fsdp2.checkpointing`.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
     than a matrix, or if a layout that the config names is not exact for this model.
@@ -149,10 +151,21 @@ def prepare(
         hasten_norms(model)
         _narrow(root, batch, expected)
         layout = _lay_out(root, batch, wanted, expected, context)
+        one = feed(batch, layout, _device(root), context)
         if compiled:
-            one = feed(batch, layout, _device(root), context)
             compile_layers(model, lambda: _differ(_outputs(root, one), expected), tolerance)
+        if checkpointing:
+            enable_checkpointing(model, checkpointing)
+            _refuse_randomness(model, _differ(_outputs(root, one), expected), tolerance)
     return root, layout
+
+
+def _refuse_randomness(model: Any, off: float, tolerance: float) -> None:
+    if not off <= tolerance:
+        raise ConfigError(
+            f"backend.gradient_checkpointing: {type(model).__name__} computes something else in training mode (outputs "
+            f"differ by {off:.2g}); set the rates of dropout in its config.json to 0, or gradient_checkpointing: false"
+        )
 
 
 def _lay_out(root: AnyRoot, batch: Batch, wanted: str, expected: Any, context: Any) -> Layout:
