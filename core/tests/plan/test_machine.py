@@ -74,6 +74,42 @@ def test_memory_is_what_is_left_within_the_containers_limit(tmp_path: Path) -> N
     assert memory_limit(root) is None
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc/self/cgroup": "0::/a\n",
+            "sys/fs/cgroup/a/memory.max": "1000\n",
+            "sys/fs/cgroup/a/memory.current": "900\n",
+            "sys/fs/cgroup/a/memory.stat": "anon 700\nfile 200\ninactive_file 50\n",
+        },
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/memory.max": "1000\n",
+            "sys/fs/cgroup/a/memory.current": "850\n",
+            "sys/fs/cgroup/a/b/memory.max": "900\n",
+            "sys/fs/cgroup/a/b/memory.current": "100\n",
+        },
+        {
+            "proc/self/cgroup": "5:memory:/a\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1000\n",
+            "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "900\n",
+            "sys/fs/cgroup/memory/a/memory.stat": "inactive_file 5\ntotal_inactive_file 50\n",
+        },
+    ],
+    ids=["version 2", "the group around it", "version 1"],
+)
+def test_what_the_container_uses_is_no_longer_available(tmp_path: Path, files: dict[str, str]) -> None:
+    root = lay(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n", **files})
+    assert available_memory(root) == 150
+
+
+def test_a_container_over_its_limit_has_no_memory_left(tmp_path: Path) -> None:
+    group = {"sys/fs/cgroup/memory.max": "1000\n", "sys/fs/cgroup/memory.current": "1100\n"}
+    root = lay(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n", "proc/self/cgroup": "0::/\n", **group})
+    assert available_memory(root) == 0
+
+
 @pytest.mark.parametrize(("visible", "expected"), [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2)])
 def test_hidden_gpus_are_not_counted(tmp_path: Path, monkeypatch, visible: str | None, expected: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

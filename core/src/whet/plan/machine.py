@@ -29,21 +29,29 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the bytes of memory that the container may use; None: no limit."""
-    limits = [
-        int(word)
-        for folder in _groups(root, "memory")
-        for word in _words(folder / "memory.max") + _words(folder / "memory.limit_in_bytes")
-        if word.isdecimal() and int(word) < 1 << 60  # version 1 writes a huge number for no limit
-    ]
-    return min(limits, default=None)
+    return min((limit for _, limit in _memory_limits(root)), default=None)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the control groups that limit memory, and their limits in bytes."""
+    for folder in _groups(root, "memory"):
+        for word in _words(folder / "memory.max") + _words(folder / "memory.limit_in_bytes"):
+            if word.isdecimal() and int(word) < 1 << 60:  # version 1 writes a huge number for no limit
+                yield folder, int(word)
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory that programs can still take: what is free, or the container's limit if less."""
+    """Return the bytes of memory that programs can still take: what is free, or is left of a container's limit."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
-    limit = memory_limit(root)
-    return free if limit is None else min(free, limit)
+    return min((free, *(max(0, limit - _taken(folder)) for folder, limit in _memory_limits(root))))
+
+
+def _taken(folder: Path) -> int:
+    """Return the bytes that a control group uses, without pages of files that it has not read for a while."""
+    used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes") or ["0"]
+    parts = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+    return int(used[0]) - int(parts.get("total_inactive_file") or parts.get("inactive_file") or 0)
 
 
 def total_memory(root: Path = ROOT) -> int | None:

@@ -3,13 +3,17 @@
 import asyncio
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from whet.component import Spec
 from whet.errors import WhetError
+from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import checkpoint
+from whet_fsdp2.ranks import Ranks
+from whet_testing.held import held_processes
 from whet_training import saving
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
@@ -80,7 +84,7 @@ def test_without_memory_for_a_copy_it_is_written_before_training_goes_on(
 
 
 def test_the_copy_is_freed_once_it_is_written():
-    writer, copies = saving.Writer(), []
+    writer, copies = saving.Writer(Ranks(WorkerRank("backend", 0, 1))), []
     held = torch.zeros(10)
     writer.take([("a", held)], 40, lambda tensors: copies.extend(weakref.ref(tensor) for _, tensor in tensors))
     asyncio.run(writer.written())
@@ -89,3 +93,34 @@ def test_the_copy_is_freed_once_it_is_written():
             thread.join(10)
     assert copies[0]() is None
     assert held.numel() == 10
+
+
+class Taker:
+    """A rank that takes copies of 1,000 bytes."""
+
+    def __init__(self, rank):
+        self._writer = saving.Writer(Ranks(rank))
+
+    def takes_in_background(self, available, hosts):
+        """Return whether the copy was written by another thread. `hosts`: the name of the machine of each rank."""
+        saving.available_memory = lambda: available
+        saving.socket.gethostname = lambda: hosts[self._writer._ranks.rank]
+        threads = []
+        self._writer.take([], 1000, lambda tensors: threads.append(threading.current_thread()))
+        asyncio.run(self._writer.written())
+        return threads[0] is not threading.current_thread()
+
+    def close(self):
+        self._writer._ranks.leave()
+
+
+def test_ranks_copy_only_where_their_host_has_memory_for_the_copies_of_all(tmp_path):
+    with held_processes(tmp_path, {("backend",): 2}, ()) as cluster:
+        workers = cluster.worker_group("backend", 2).spawn(f"file:{Path(__file__)}:Taker", {})
+        try:
+            for available, hosts, expected in (
+                (2600, ("a", "a"), True), (2400, ("a", "a"), False), (1300, ("a", "b"), True),
+            ):  # fmt: skip
+                assert workers.call("takes_in_background", available, hosts) == [expected] * 2
+        finally:
+            workers.close()

@@ -114,7 +114,7 @@ class HeldModels:
             self._weights, self._config.optimizer, self._config.schedule, total_steps,
             offload=self._config.offload_optimizer and trained,
         )  # fmt: skip
-        self._writer = Writer()
+        self._writer = Writer(self._ranks)
         asleep = Path(scratch) / "asleep"
         self._offload = Offload(asleep / f"{rank.role}-{rank.rank}")
         self._policy_offload = Offload(asleep / f"{rank.role}-{rank.rank}-policy")
@@ -201,7 +201,10 @@ class HeldModels:
         self._ranks.sum([0.0])
 
     def take(self, folder: str) -> None:
-        """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written."""
+        """Copy what this rank saves to host memory, and begin to write the copy. An adapter is small: it is written.
+
+        All ranks must take part.
+        """
         self._write_adapter(folder)
         size = sum(part.nbytes for _, part in self._saved_of_model()) + self._stepper.bytes_of_parts(self._ranks.rank)
         write = partial(checkpoint.write, Path(folder), extra=self._described(), rank=self._ranks.rank)

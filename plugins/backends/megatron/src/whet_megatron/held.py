@@ -73,7 +73,7 @@ class HeldModels:
         self._lent = lent.Lent(FORM, (self._model, self._ranks), self._policy_offload.wake)
         if rank.role == "backend" and not self._model.value:
             lent.offer(self._lent)
-        self._writer = Writer()
+        self._writer = Writer(self._ranks)
         self._planned: Planned | None = None
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0

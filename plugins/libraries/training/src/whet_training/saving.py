@@ -9,7 +9,9 @@ all workers with the list of what they returned: what describes the files of all
 """
 
 import asyncio
+import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,9 +23,11 @@ from whet.plan.machine import available_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from whet_training.ranks import RankGroup
+
 Tensors = Iterable[tuple[str, "Tensor"]]
 SPARE = 1.25
-"""A copy is made where this times its size is free in host memory."""
+"""Copies are made where this times the size of all copies on a host is free in its memory."""
 
 
 class BackgroundSave:
@@ -49,24 +53,34 @@ class BackgroundSave:
 class Writer:
     """Writes on a thread of a worker process, one save at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: "RankGroup") -> None:
+        self._ranks = ranks
         self._writing: Future[Any] | None = None
 
     def take(self, tensors: Tensors, size: int, write: Callable[[Tensors], Any]) -> None:
         """Copy tensors of `size` bytes to host memory, and have a thread call `write` with the copies.
 
-        Where the memory does not suffice for copies, `write` is called before this returns.
+        Where the memory of a host does not suffice for the copies of its ranks, every rank calls `write` before this
+        returns. All ranks must take part.
         """
         if self._writing is not None:
             self._writing.exception()  # the write before: its copies take the memory
         self._writing = None
-        if SPARE * size > available_memory():
+        if not self._fits(size):
             print(f"saving {size / 2**30:.1f} GiB in the foreground: no host memory for a copy", flush=True)
             self._writing = Future()
             self._writing.set_result(write(tensors))
         else:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
             self._start(lambda: write(copies.items()))
+
+    def _fits(self, size: int) -> bool:
+        """Return whether the copies of all ranks fit into the memory of their hosts."""
+        ranks, host = self._ranks, float(zlib.crc32(socket.gethostname().encode()))
+        mine = (host, float(size))
+        every = ranks.sum_all([number if rank == ranks.rank else 0 for rank in range(ranks.size) for number in mine])
+        needed = SPARE * sum(size for name, size in zip(every[::2], every[1::2], strict=True) if name == host)
+        return not ranks.max(int(needed > available_memory()))
 
     def _start(self, work: Callable[[], Any]) -> None:
         writing = self._writing = Future[Any]()
