@@ -1,6 +1,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -161,3 +162,51 @@ def test_dropout_that_cannot_be_switched_off_is_refused(make_worker, tmp_path):
     make_worker(folder=folder)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing: FalconForCausalLM .* dropout"):
         make_worker(folder=folder, gradient_checkpointing=True)
+
+
+EXPERTS = {**DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+           "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+OTHERS = {
+    "gpt_oss": {**EXPERTS, "sliding_window": 6},
+    "phimoe": {**EXPERTS, "sliding_window": None, "lora": True},
+    "bloom": {"vocab_size": 200, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
+    "persimmon": {**COMMON, "intermediate_size": 48, "initializer_range": 0.2},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_models_of_other_forms_are_scored_trained_and_exported(make_worker, tmp_path, batch, family):
+    from transformers import AutoModelForCausalLM
+
+    config = dict(OTHERS[family])
+    options = {"lora": {"rank": 2}} if config.pop("lora", False) else {}
+    folder = made(tmp_path / "model", family, **config)
+    worker = make_worker(folder=folder, **options)
+    for step in range(2):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        found = worker.score(batch, ("logprobs",))["logprobs"][batch["loss_mask"]]
+        learned = split(batch, "loss_mask")
+        expected = np.concatenate([row[m[1:]] for row, m in zip(by_itself(model, batch), learned, strict=True)])
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        if step == 0:
+            assert worker.train(batch, Spec("whet_testing.losses:Weighted"))["grad_norm"].number() > 0
+            folder = tmp_path / "exported"
+            worker.export(str(folder))
+
+
+def split(batch, column):
+    return np.split(batch[column], np.cumsum(batch["lengths"])[:-1])
+
+
+def by_itself(model, batch):
+    """Yield the logprobs of a model in evaluation mode, of each sequence from its second token on."""
+    for row in split(batch, "tokens"):
+        with torch.no_grad():
+            log_p = model(input_ids=torch.from_numpy(row)[None, :-1]).logits[0].log_softmax(-1)
+        yield log_p.gather(1, torch.from_numpy(row)[1:, None])[:, 0].numpy()
+
+
+def test_a_model_that_does_not_name_its_body_is_refused(make_worker, tmp_path):
+    folder = made(tmp_path, "llama4_text", **EXPERTS, intermediate_size_mlp=48)
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM does not name the part below its head"):
+        make_worker(folder=folder)

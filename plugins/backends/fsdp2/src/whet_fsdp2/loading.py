@@ -135,8 +135,13 @@ def prepare(
     `whet_fsdp2.compiled`. `checkpointing`: see `whet_fsdp2.checkpointing`.
 
     Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
-    than a matrix, or if a layout that the config names is not exact for this model.
+    than a matrix or is all that the model names, or if a layout that the config names is not exact for this model.
     """
+    if model.base_model is model:
+        raise ConfigError(
+            f"model.path: {type(model).__name__} does not name the part below its head (base_model_prefix is "
+            f"{model.base_model_prefix!r}, which it lacks), so this backend cannot train it"
+        )
     batch = _probe(model)
 
     def difference() -> float:
@@ -277,7 +282,7 @@ def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
     root.narrowed = narrow(root.model)
     try:
         _check_head(root, batch, expected)
-    except (ConfigError, TypeError, ValueError, RuntimeError) as error:  # raised by the model's own code
+    except Exception as error:  # the model's own code raises anything
         log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, error)
         for one in root.narrowed:
             one.undo()

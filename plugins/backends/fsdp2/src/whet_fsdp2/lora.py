@@ -219,13 +219,16 @@ class AdapterWeights(PolicyWeights):
 def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     """Return the linear layers to adapt, by name: all in the decoder layers, or those that a target matches.
 
-    Raises `ConfigError` if a target matches none.
+    Routers are left out: they return more than a product. Raises `ConfigError` if a target matches none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
     layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     inside = {id(module) for layer in layers for module in layer.modules()}
     heads = {id(model.get_output_embeddings()), id(getattr(model, VALUE_HEAD, None))}
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in heads}
+    linears = {
+        name: module for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) not in heads and not type(module).__name__.endswith("Router")
+    }  # fmt: skip
     if not targets:
         return {name: module for name, module in linears.items() if id(module) in inside}
     return {name: linears[name] for name in chosen(targets, linears, type(model).__name__)}

@@ -75,7 +75,7 @@ def narrow(model: Any) -> tuple[Narrowed | ReadRows, ...]:
     network, reading = getattr(layers[-1], "mlp", None), getattr(layers[-1], "self_attn", None)
     project = getattr(reading, "o_proj", None)
     # Mixtures of experts return more than a tensor, or count the positions that they get.
-    if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP"):
+    if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP") or hasattr(network, "experts"):
         return ()
     assert isinstance(network, nn.Module)
     assert isinstance(reading, nn.Module)
