@@ -201,6 +201,15 @@ def _forced(folder, batch):
     return model, torch.cat(found) * torch.from_numpy(batch["loss_mask"])
 
 
+@pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"reference": True}], ids=["adapter", "whole"])
+def test_the_reference_chooses_its_experts_itself(make_worker, batch, options):
+    worker = make_worker("qwen3_moe", experts={"replay": True}, **options)
+    found, expected = (worker.score(one, ("logprobs",), "reference") for one in (recorded(batch), batch))
+    np.testing.assert_array_equal(found["logprobs"], expected["logprobs"])
+    replayed, free = (worker.score(one, ("logprobs",))["logprobs"] for one in (recorded(batch), batch))
+    assert np.abs(replayed - free).max() > 0.01
+
+
 def test_without_a_replay_disagreement_is_the_share_of_other_experts(make_worker, folders, batch):
     model, drawn = model_of(folders("qwen3_moe")), recorded(batch, missing=0.3)
     worker = make_worker("qwen3_moe", experts={"record": True}, micro_batch_tokens=30)

@@ -66,8 +66,8 @@ class Experts:
         one = feed(from_sequences([row], prompt_lengths=[1]), self._layout, self._ranks.device, self._ranks.context)
         self._root(one, (self._root.probe,))
 
-    def enter(self, part: Batch | None, one: Feed) -> None:
-        """Prepare the next forward pass, of a micro-batch."""
+    def enter(self, part: Batch | None, one: Feed, weights: str = "policy") -> None:
+        """Prepare the next forward pass, of a micro-batch. Only the policy replays: the sampler chose with it."""
         if self.counting:
             self._routers.listen()
         device, rows = self._ranks.device, one.arguments["input_ids"].numel()
@@ -79,18 +79,18 @@ class Experts:
         if one.piece is not None:  # ranks share the row; this one passes a piece of it
             mine = (at >= one.piece.begin) & (at < one.piece.end)
             where, at = where[mine], at[mine] - one.piece.begin
-        weights = torch.from_numpy(np.bincount(at, minlength=rows).astype(np.float32)).to(device)
+        counts = torch.from_numpy(np.bincount(at, minlength=rows).astype(np.float32)).to(device)
         if COLUMN not in part:
             if self.config.replay and self.counting:  # a score of tokens that nobody recorded is the router's own
                 routing.refuse_unrecorded()
-            self._entered = Entered(weights)
+            self._entered = Entered(counts)
             return
         sampled = self._by_layer(part)[where]
-        if self.config.replay:
+        if self.config.replay and weights == "policy":
             replayed = np.full((rows, *sampled.shape[1:]), -1, np.int16)
             replayed[at] = sampled
             self._routers.replay(torch.from_numpy(replayed).to(device))
-        self._entered = Entered(weights, torch.from_numpy(sampled).to(device), torch.from_numpy(at).to(device))
+        self._entered = Entered(counts, torch.from_numpy(sampled).to(device), torch.from_numpy(at).to(device))
 
     def _by_layer(self, part: Batch) -> Any:
         """Return the recorded experts [N, routers, k]."""

@@ -165,15 +165,15 @@ class Worker(HeldModels, LossWorker):
         if root is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
         with self._using(weights if ours else "policy"):
-            return self._score(root, batch, outputs)
+            return self._score(root, batch, outputs, weights)
 
-    def _score(self, root: AnyRoot, batch: Batch, outputs: tuple[str, ...]) -> dict[str, Any]:
+    def _score(self, root: AnyRoot, batch: Batch, outputs: tuple[str, ...], weights: str) -> dict[str, Any]:
         self._refuse_unknown(outputs, "what is to be scored")
         found = {name: room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
         for chosen in self._plan(batch):
             part = None if chosen is None else batch.take(chosen)
-            one = self._feed(part, batch)
+            one = self._feed(part, batch, weights)
             values = spread(one, root(one, outputs))
             if part is None:
                 continue
@@ -193,7 +193,7 @@ class Worker(HeldModels, LossWorker):
         for chosen in self._plan(batch):
             yield None if chosen is None else batch.take(chosen)
 
-    def _feed(self, part: Batch | None, batch: Batch) -> Feed:
+    def _feed(self, part: Batch | None, batch: Batch, weights: str = "policy") -> Feed:
         context = self._ranks.context
         one = (
             nothing(batch.take([]), self._layout, self._device, context)
@@ -201,5 +201,5 @@ class Worker(HeldModels, LossWorker):
             else feed(part, self._layout, self._device, context, self._widths)
         )
         if self._experts:
-            self._experts.enter(part, one)
+            self._experts.enter(part, one, weights)
         return one
