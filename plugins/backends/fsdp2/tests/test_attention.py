@@ -219,6 +219,8 @@ def test_very_different_scores_do_not_overflow():
         ({"softcap": 50.0}, "softcap"),
         ({"s_aux": torch.zeros(2)}, "s_aux"),
         ({"dropout": 0.1}, "dropout"),
+        ({"block_indices": torch.zeros(2)}, "block_indices"),
+        ({"indices": torch.zeros(2)}, "indices"),
     ],
 )
 def test_what_packed_rows_cannot_do_is_refused(more, words):

@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.component import Spec
+from whet.data.model_info import read_model
 from whet.errors import ConfigError, WhetError
+from whet_fsdp2.loading import load_model, prepare
 
 
 def copy_of(folder, tmp_path, weights=None, **config):
@@ -210,3 +212,40 @@ def test_a_model_that_does_not_name_its_body_is_refused(make_worker, tmp_path):
     folder = made(tmp_path, "llama4_text", **EXPERTS, intermediate_size_mlp=48)
     with pytest.raises(ConfigError, match="Llama4ForCausalLM does not name the part below its head"):
         make_worker(folder=folder)
+
+
+HIDDEN = {
+    "qwen2_moe": {**DECODER, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+                  "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    "phimoe": {**EXPERTS, "sliding_window": 24},
+}  # fmt: skip
+"""Models that pass no window to their attention. It is longer than the sequences with which layouts are compared."""
+
+
+@pytest.mark.parametrize("family", HIDDEN)
+def test_a_window_of_which_only_the_mask_knows_is_not_packed(make_worker, tmp_path, caplog, family):
+    folder = made(tmp_path, family, **HIDDEN[family])
+    assert make_worker(folder=folder)._layout == "padded"
+    assert "window of which only the mask knows" in caplog.text
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": 128}, {"use_sliding_window": False}], ids=str)
+def test_a_window_that_hides_nothing_is_packed(make_worker, tmp_path, change):
+    folder = made(tmp_path, "qwen2_moe", **{**HIDDEN["qwen2_moe"], **change})
+    assert make_worker(folder=folder)._layout == "shared"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("lfm2", {"layer_types": ["conv", "full_attention"]}), ("jamba", {
+        "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 4})],
+    ids=["a convolution", "a state"],
+)  # fmt: skip
+def test_rows_whose_sequences_reach_each_other_are_not_packed(tmp_path, caplog, family, more):
+    folder = made(tmp_path, family, **{**DECODER, **more, "initializer_range": 0.05})
+    for dtype, words in ((torch.bfloat16, "depend on the other sequences"), (torch.float32, "differ by")):
+        caplog.clear()
+        _, layout = prepare(load_model(read_model(folder, "float32"), dtype=dtype), "auto", 0)
+        assert layout == "padded"
+        assert words in caplog.text

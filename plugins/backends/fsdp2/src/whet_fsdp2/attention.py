@@ -64,7 +64,7 @@ def packed_attention(
     """
     if whet_plan is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments on to its attention")
-    refuse_unsupported(query, value, attention_mask, dropout, more)
+    refuse_unsupported(module, query, value, attention_mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     window = more.get("sliding_window")
     window = None if window is None or window >= whet_plan.longest() else int(window)
@@ -114,13 +114,29 @@ def attend_elsewhere(
     return attend_varlen(q, k, v, plan.for_varlen(q.device), scale, window, kernel)
 
 
-def refuse_unsupported(query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]) -> None:
+def refuse_unsupported(
+    module: Any, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
+) -> None:
     """Raise `UnsupportedAttentionError` if a model's attention is more than the segments of a packed row."""
-    for name in ("softcap", "s_aux", "position_bias", "alibi", "head_mask"):
+    for name in ("softcap", "s_aux", "position_bias", "alibi", "head_mask", "indices", "block_indices"):
         if more.get(name) is not None:
             raise UnsupportedAttentionError(f"its attention uses `{name}`")
+    if more.get("sliding_window") is None and has_window(module):
+        raise UnsupportedAttentionError("its attention has a window of which only the mask knows")
     if mask is not None or dropout or value.shape[3] != query.shape[3] or query.shape[0] != 1:
         raise UnsupportedAttentionError("its attention has a mask, dropout, or values of another size than its keys")
+
+
+def has_window(module: Any) -> bool:
+    """Return whether the config says that an attention module sees a part of the context. Without one: it sees all."""
+    settings, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    window, kinds = getattr(settings, "sliding_window", None), getattr(settings, "layer_types", None)
+    if kinds and layer is not None and layer < len(kinds):
+        if "sliding" not in kinds[layer]:
+            return "chunked" in kinds[layer]
+    elif getattr(settings, "use_sliding_window", True) is False:
+        return False
+    return bool(window) and window < getattr(settings, "max_position_embeddings", window + 1)
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
 from whet_fsdp2.sorted_experts import hasten_experts
 from whet_fsdp2.varlen import kernel_for
-from whet_training.layout import Layout
+from whet_training.layout import Layout, pack, places
 
 log = logging.getLogger(__name__)
 
@@ -299,6 +299,35 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
         )
 
 
+def _mixes(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> bool:
+    """Return whether outputs of a sequence depend on other sequences of its packed row, as a state that goes on does.
+
+    By gradients, which are exactly 0 if they do not. Outputs themselves may round otherwise if other tokens change:
+    kernels of experts depend on how many tokens each expert has.
+    """
+    where, at = places(batch, pack(batch, layout))
+    owner = np.repeat(np.arange(batch.sequences), batch["lengths"])
+    embedded: list[torch.Tensor] = []
+    hook = root.model.get_input_embeddings().register_forward_hook(
+        lambda module, given, made: embedded.append(made.requires_grad_())
+    )
+    try:
+        for number in (0, 1):  # two answers to one prompt: something is before one of them, in any order
+            embedded.clear()
+            with torch.enable_grad():
+                outputs = spread(one, root(one, (root.probe,)))[root.probe]
+                (gradient,) = torch.autograd.grad(outputs[torch.from_numpy(owner == number)].sum(), embedded)
+            reached = local(gradient).flatten(0, -2).count_nonzero(-1).cpu().numpy() > 0
+            begin = 0 if one.piece is None else one.piece.begin
+            own = at[owner[where] == number] - begin
+            reached[own[(own >= 0) & (own < len(reached))]] = False
+            if reached.any():
+                return True
+    finally:
+        hook.remove()
+    return False
+
+
 def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, context: Any) -> str | None:
     """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
@@ -308,6 +337,8 @@ def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, cont
         one = feed(batch, layout, _device(root), context)
         off = _differ(_outputs(root, one), expected)
         problem = None if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g} from those of padded rows"
+        if problem is None and _mixes(root, batch, layout, one):
+            problem = f"its {root.probe} depend on the other sequences of a row"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # raised by the model's own code

@@ -249,7 +249,7 @@ def _rows_attention(
     dropout: float = 0.0, *, whet_plan: Any, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return what `attention.packed_attention` computes on a GPU."""
-    attention.refuse_unsupported(query, value, mask, dropout, more)
+    attention.refuse_unsupported(module, query, value, mask, dropout, more)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     kernel = varlen.of_torch()[0] if query.dtype in varlen.HALVES else None
     attend = partial(attention.attend_elsewhere, plan=whet_plan, scale=scale, window=None, kernel=kernel)
