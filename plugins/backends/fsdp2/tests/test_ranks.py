@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from whet.component import Spec, resolve
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
+from whet_fsdp2.worker import Worker
 from whet_testing.held import held_processes
 from whet_testing.role_context import make_context
 from whet_training.experts import ExpertsConfig
+from whet_training.handle import ShardedBackend
 from whet_training.lora_config import LoraConfig
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
@@ -277,6 +280,24 @@ def test_ranks_in_bfloat16_divide_logits_by_the_temperature_itself(backends, mak
     batch = batch.with_columns(temperature=np.full(batch.sequences, 0.6, np.float32))
     found, expected = (two.score(batch, ("logprobs",), weights)["logprobs"] for weights in ("policy", "reference"))
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+class Watched(Worker):
+    def whole(self):
+        """Return the weights of the frozen model that this rank holds whole."""
+        weights = self._frozen["reference"].model.named_parameters()
+        return [name for name, weight in weights if not isinstance(weight, DTensor)]
+
+
+def test_no_weight_of_a_frozen_model_stays_gathered_after_a_score(cluster, folders, make_batch, tmp_path):
+    context = make_context(tmp_path, "backend", folders("llama"), cluster.worker_group("backend", 2))
+    config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), reference=True)
+    backend = ShardedBackend(f"file:{Path(__file__)}:Watched", config, context, "shared")
+    try:
+        backend.score(make_batch(), ("logprobs",), "reference")
+        assert backend._workers.call("whole") == [[], []]
+    finally:
+        backend.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

@@ -50,7 +50,7 @@ H = TypeVar("H", bound="HeldModels")
 
 
 def leaving_room(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """Wrap a method so that it frees its cached GPU memory when it ends. See `HeldModels.let_go`."""
+    """Wrap a method so that it frees memory that only it needs when it ends. See `HeldModels.let_go`."""
 
     @wraps(method)
     def call(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -306,7 +306,15 @@ class HeldModels:
         self._memory.count_mapped(self._lendable() if self._lent is not None and self._lent.borrowed else ())
 
     def let_go(self) -> None:
-        """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
+        """Free what only a pass needs: gathered weights of frozen models, which no backward pass frees.
+
+        Where roles take turns on the GPU, all gathered weights and cached GPU memory: the other role needs it during a
+        weight sync.
+        """
+        for root in self._frozen.values():
+            reshard(root.model)
+        if not self._trained:
+            reshard(self._root.model)
         if self._offload.used and self._device.type == "cuda":
             for root in (self._root, *self._frozen.values()):
                 reshard(root.model)
