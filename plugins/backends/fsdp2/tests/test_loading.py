@@ -10,6 +10,8 @@ from whet.component import Spec
 from whet.data.model_info import read_model
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.loading import load_model, prepare
+from whet_fsdp2.lora import find_linears
+from whet_fsdp2.sharding import _keep_layers
 
 
 def copy_of(folder, tmp_path, weights=None, **config):
@@ -164,6 +166,21 @@ def test_dropout_that_cannot_be_switched_off_is_refused(make_worker, tmp_path):
     make_worker(folder=folder)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing: FalconForCausalLM .* dropout"):
         make_worker(folder=folder, gradient_checkpointing=True)
+
+
+def test_what_is_for_the_layers_of_a_decoder_leaves_a_vision_tower_alone():
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = Gemma3Config(text_config={**DECODER, "head_dim": 8}, vision_config=vision, mm_tokens_per_image=4)
+    model = AutoModelForCausalLM.from_config(config)
+    layers = [f"model.language_model.layers.{number}" for number in range(2)]
+    found = find_linears(model, ())
+    assert {name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0] for name in found} == set(layers)
+    plan = dict.fromkeys([*layers, "model.vision_tower", "model.language_model.norm"], "free_full_weight")
+    kept = _keep_layers(lambda model, meshes, plan: plan, model, None, plan)
+    assert kept == plan | dict.fromkeys(layers, "keep_full_weight")
 
 
 EXPERTS = {**DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,

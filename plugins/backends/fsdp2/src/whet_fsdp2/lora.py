@@ -217,12 +217,12 @@ class AdapterWeights(PolicyWeights):
 
 
 def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """Return the linear layers to adapt, by name: all in the decoder layers, or those that a target matches.
+    """Return the linear layers to adapt, by name: all in the text decoder's layers, or those that a target matches.
 
     Routers are left out: they return more than a product. Raises `ConfigError` if a target matches none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
-    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    layers = [module for module in model.get_decoder().modules() if type(module).__name__.removeprefix("FSDP") in names]
     inside = {id(module) for layer in layers for module in layer.modules()}
     heads = {id(model.get_output_embeddings()), id(getattr(model, VALUE_HEAD, None))}
     linears = {

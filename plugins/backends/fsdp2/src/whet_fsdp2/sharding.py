@@ -44,7 +44,8 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
     if sizes.expert > 1:
         wanted["ep_size"] = sizes.expert
     wanted["fsdp_mixed_precision"] = low_precision
-    if keep:
+    apply = getattr(mixin, "apply_fully_sharded_data_parallelism", None)
+    if keep and apply is None:
         wanted["fsdp_plan"] = {"model.layers.*": "keep_full_weight"}
     known = DistributedConfig.__dataclass_fields__
     if unknown := sorted(name for name in wanted if name not in known):
@@ -52,7 +53,6 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
             f"{ranks.role}.parallel: transformers {__version__} has no {', '.join(unknown)} in its DistributedConfig; "
             f"install transformers >= {WANTED}"
         )
-    apply = getattr(mixin, "apply_fully_sharded_data_parallelism", None)
     place = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)
     make_mesh = getattr(mixin, "initialize_distributed_mesh", None)  # versions before 5.23 make a mesh for each model
@@ -61,7 +61,8 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
     # This style reduces the gradient that has been accumulated, after each micro-batch; `sum_partial` reduces it once.
     ALL_PARALLEL_STYLES[PARTIAL] = TensorParallelLayer()
     if apply is not None:
-        mixin.apply_fully_sharded_data_parallelism = partial(_shard_all_but_kept, apply)
+        shard = partial(_shard_all_but_kept, apply)
+        mixin.apply_fully_sharded_data_parallelism = partial(_keep_layers, shard) if keep else shard
     try:
         yield DistributedConfig(**wanted)
     finally:
@@ -74,6 +75,13 @@ def sharding(ranks: Ranks, low_precision: bool, keep: bool) -> Iterator[Any]:
             del os.environ["LOCAL_RANK"]
         else:
             os.environ["LOCAL_RANK"] = place
+
+
+def _keep_layers(shard: Any, model: Any, meshes: Any, plan: dict[str, str], *more: Any) -> Any:
+    """Shard a model so that the layers of its decoder stay whole between their forward and backward pass."""
+    layers = set(getattr(model.get_decoder(), "layers", ()))
+    names = {name for name, module in model.named_modules() if module in layers}
+    return shard(model, meshes, plan | dict.fromkeys(names & plan.keys(), "keep_full_weight"), *more)
 
 
 def _shard_all_but_kept(apply: Any, model: Any, *arguments: Any, **more: Any) -> Any:
