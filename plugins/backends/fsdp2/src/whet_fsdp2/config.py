@@ -89,7 +89,8 @@ class Fsdp2Config:
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
-    """Tokens of one forward and backward pass on one rank. Padding counts; a shared prompt counts once."""
+    """Tokens of one forward and backward pass on one rank, or on the ranks of `parallel.context` together, which share
+    a row. Padding counts; a shared prompt counts once."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """`packed`: no padding. `shared`: no padding, and the common prompt of a group is computed once. `padded`: padded
     rows and the model's own attention. All three compute the same numbers. `auto`: `shared` if the model supports it,
