@@ -136,7 +136,8 @@ def has_window(module: Any) -> bool:
             return "chunked" in kinds[layer]
     elif getattr(settings, "use_sliding_window", True) is False:
         return False
-    return bool(window) and window < getattr(settings, "max_position_embeddings", window + 1)
+    positions = getattr(settings, "max_position_embeddings", None)
+    return bool(window and (positions is None or window < positions))
 
 
 def register() -> None:
