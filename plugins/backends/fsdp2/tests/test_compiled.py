@@ -26,7 +26,7 @@ def _cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked():
-    """Let no process be forked from this one: the compiler has threads and processes of its own."""
+    """No process is forked from this one: the compiler has threads and processes of its own."""
 
 
 def numbers(found):

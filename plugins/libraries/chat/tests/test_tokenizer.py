@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Call, Conversation, Message, conversation
 from whet.errors import DataError
 from whet_chat.tokenizer import ChatTokenizer
 
@@ -175,6 +175,9 @@ def tokenizers():
             bos="<|begin_of_text|>",
         ),
         "mistral": make_metaspace(),
+        "glm": make_bytes(
+            "<|endoftext|>", ["<|endoftext|>", *(f"<|{name}|>" for name in ("user", "assistant", "observation"))]
+        ),
         # each swallows the white space behind it, as those of Phi-3 do
         "phi": make_bytes("<|endoftext|>", ["<|endoftext|>", *swallowing], bos="<|endoftext|>"),
     }
@@ -299,10 +302,10 @@ ASKED = "{% if add_generation_prompt %}assistant: {% endif %}"
 @pytest.mark.parametrize(
     ("trim", "end", "trained"),
     [
-        ("", "\n", ["def f():\n    pass\n\n", "42 \n\t"]),
-        ("", "", ["def f():\n    pass\n\n", "42 \n\t"]),
-        ("", "\n### End\n", ["def f():\n    pass\n\n\n### End", "42 \n\t\n### End"]),
-        ("|trim", "\n", ["def f():\n    pass", "42"]),
+        ("", "\n", ["def f():\n    pass\n\n", "42 \n\t<|im_end|>"]),
+        ("", "", ["def f():\n    pass\n\n", "42 \n\t<|im_end|>"]),
+        ("", "\n### End\n", ["def f():\n    pass\n\n\n### End", "42 \n\t\n### End<|im_end|>"]),
+        ("|trim", "\n", ["def f():\n    pass", "42<|im_end|>"]),
         ("", "<|im_end|>\n", ["def f():\n    pass\n\n<|im_end|>", "42 \n\t<|im_end|>"]),
     ],
 )
@@ -313,39 +316,52 @@ def test_white_space_at_the_end_of_an_answer_is_trained_whatever_closes_the_turn
     found = chat.training(talk)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], found.loss_mask, [False]]))).reshape(-1, 2)
     assert [text_of(chat, found.tokens[begin:last]) for begin, last in edges] == trained
-    assert text_of(chat, found.tokens) == chat.template.render(talk)
+    rendered = chat.template.render(talk)
+    without = text_of(chat, found.tokens).replace("<|im_end|>", "")
+    assert text_of(chat, found.tokens) == rendered if "<|im_end|>" in end else without == rendered
     assert found.prompt_length == len(chat.prompt(talk[:1]))
     last = chat.training(talk, train_on="last")
     assert text_of(chat, last.tokens[last.loss_mask]) == trained[1]
 
 
-def test_turns_that_the_header_of_the_next_turn_ends_are_trained_with_it(tmp_path):
-    """As GLM's: the user or the result of a tool ends the assistant's turn, and nothing ends the last one."""
-    names = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-    tokenizer = make_bytes("<|endoftext|>", names)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path)
-    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    chat = ChatTokenizer(tmp_path)
-    roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
-    talk = tuple(Message(role, f"text {n}") for n, role in enumerate(roles))
-    found = chat.training(talk)
-    trained = text_of(chat, found.tokens[found.loss_mask])
-    assert trained == "text 1<|user|>text 3<|observation|>text 5<|endoftext|>"
-    last = chat.training(talk, train_on="last")
-    assert last.tokens.tolist() == found.tokens.tolist()
-    assert text_of(chat, last.tokens[last.loss_mask]) == "text 5<|endoftext|>"
-    assert last.prompt_length == len(chat.prompt(talk[:-1]))
-
-
 def test_an_answer_that_quotes_the_end_token_is_trained_to_its_end(load):
     chat, _ = load("bytes", PLAIN_ROLES.format("", "\n", ASKED))
     found = chat.training((Message("user", "how?"), Message("assistant", "write <|im_end|> last\n")))
-    assert text_of(chat, found.tokens[found.loss_mask]) == "write <|im_end|> last\n"
+    assert text_of(chat, found.tokens[found.loss_mask]) == "write <|im_end|> last\n<|im_end|>"
+
+
+GLM = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n<think></think>\n{{ m.content | trim }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As GLM 4.5's: the next message ends a turn."""
+
+
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_each_turn_ends_in_a_stop_token_where_the_template_writes_none(load, train_on):
+    kept, _ = load("glm", GLM)
+    ids = [int(kept.encode(f"<|{name}|>")[0]) for name in ("endoftext", "user", "observation")]
+    (kept.folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    chat, call = ChatTokenizer(kept.folder), Message("assistant", "", (Call("1", "ping", "{}"),))
+    talk = (Message("user", "One?"), Message("assistant", "First."), Message("user", "Two?"), call)
+    talk = (*talk, Message("tool", "pong"), Message("assistant", "It answers."))
+    turns = [
+        "\n<think></think>\nFirst.<|user|>",
+        "\n<think></think>\n<tool_call>ping</tool_call><|observation|>",
+        "\n<think></think>\nIt answers.<|user|>",
+    ]
+    for last in (1, 3, 5):
+        found = chat.training(talk[: last + 1], train_on=train_on)
+        spans = np.split(np.arange(len(found.tokens)), np.flatnonzero(np.diff(found.loss_mask)) + 1)
+        trained = [found.tokens[span] for span in spans if found.loss_mask[span[0]]]
+        first = 0 if train_on == "all" else last // 2
+        assert [text_of(chat, turn) for turn in trained] == turns[first : last // 2 + 1]
+        assert all(int(turn[-1]) in chat.stop_tokens for turn in trained)
+        longer = chat.prompt((*talk[: last + 1], Message("tool" if last == 3 else "user", "Go on.")))
+        assert longer[: len(found.tokens)].tolist() == found.tokens.tolist()
 
 
 def test_messages_before_the_first_trainable_one_carry_no_loss(load):
@@ -465,12 +481,12 @@ def test_begin_tokens_are_not_doubled(load):
     assert (chat.training(TALK).tokens == bos).sum() == 1
     assert (chat.encode("What is") == bos).sum() == 0
     assert chat.opening == (bos,)
-    rendered, opened = chat.render(TALK), chat.render(TALK[:1], generation_prompt=True)
-    for found in (chat.training_text(rendered), chat.training_completion(opened, "x")):
-        assert (found.tokens == bos).sum() == 1
-        assert found.tokens[0] == bos
-        assert not found.loss_mask[0]
-    assert chat.training_completion(opened, "x").prompt_length == len(chat.prompt(TALK[:1]))
+    text = chat.training_text(chat.render(TALK))
+    assert text.tokens.tolist() == [*chat.encode(chat.render(TALK)), chat.encode("<|end_of_text|>")[0]]
+    assert text.loss_mask.tolist() == [False] + [True] * (len(text.tokens) - 1)
+    completion = chat.training_completion(chat.render(TALK[:1], generation_prompt=True), "x")
+    assert completion.tokens[: completion.prompt_length].tolist() == chat.prompt(TALK[:1]).tolist()
+    assert text_of(chat, completion.tokens[completion.loss_mask]) == "x<|end_of_text|>"
 
 
 def test_plain_text_gets_begin_and_end_tokens_and_no_loss_on_the_first(load):

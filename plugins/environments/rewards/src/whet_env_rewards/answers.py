@@ -14,8 +14,9 @@ from whet_env_rewards.config import AnswerConfig, ExactMatchConfig, FuzzyMatchCo
 from whet_sandbox.boxed import last_boxed
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = re.compile(rf"(?!(?<![\w.])-(?=\.?\d)|(?<=\d)\.(?=\d)|(?<!\w)\.(?=\d))[{re.escape(string.punctuation)}]")
-"""Punctuation, but for the sign and the decimal point of a number."""
+_OF_A_NUMBER = r"(?<![^\W\d_])[-./](?=\.?\d)"
+_PUNCTUATION = re.compile(rf"(?!{_OF_A_NUMBER})[{re.escape(string.punctuation)}]")
+_SIGNS = re.compile(rf"(?!{_OF_A_NUMBER})[\W_]")
 LONGEST = 10_000
 """A longer answer is wrong."""
 
@@ -36,7 +37,8 @@ class ExactMatch:
         ignoring = self._config.ignoring
         if ignoring == "style":
             return " ".join(words_of(text))
-        return text.strip() if ignoring == "nothing" else "".join(filter(str.isalnum, text)).lower() or text.strip()
+        bare = text.strip()
+        return bare if ignoring == "nothing" else _SIGNS.sub("", bare.lower()) or bare.lower()
 
 
 class FuzzyMatch:
@@ -106,15 +108,17 @@ def golds_of(episode: Finished, key: str) -> Sequence[str]:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text without case, punctuation and articles: Rajpurkar et al. 2016 (arXiv:1606.05250), as
-    in the official evaluation of SQuAD, with two exceptions. A number keeps its sign and decimal point. Where nothing
-    else is left, as of the answer `A`, articles and punctuation stay: else every empty answer would be right.
+    in the official evaluation of SQuAD, but `-`, `.` and `/` before a digit are kept: -1.5 is not 15.
+
+    A text of nothing but articles and punctuation keeps its articles, and one of nothing but punctuation all of it.
     """
     lower = text.lower()
-    return _ARTICLES.sub(" ", _PUNCTUATION.sub("", lower)).split() or lower.split()
+    plain = _PUNCTUATION.sub("", lower)
+    return _ARTICLES.sub(" ", plain).split() or plain.split() or lower.split()
 
 
 def f1(answer: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall of words, as in SQuAD. Two texts without words: 1."""
+    """Return the harmonic mean of precision and recall of words, as in SQuAD. Two empty texts: 1."""
     given, wanted = words_of(answer), words_of(gold)
     shared = (Counter(given) & Counter(wanted)).total()
     if not given or not wanted:

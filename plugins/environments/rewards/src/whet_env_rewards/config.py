@@ -157,7 +157,8 @@ class ExactMatchConfig(AnswerConfig):
 
     ignoring: Literal["nothing", "style", "signs"] = "style"
     """What does not matter. `nothing`: white space at the ends. `style`: case, punctuation, articles and white space,
-    as in SQuAD, but for signs and decimal points of numbers. `signs`: everything but letters and digits, and case."""
+    as in SQuAD. `signs`: everything but letters and digits, and case. Both keep `-`, `.` and `/` before a digit: -1.5
+    is not 15. If nothing were left of an answer, what does not matter counts: `A` is not `The`."""
 
 
 @frozen

@@ -58,7 +58,7 @@ class ChatTokenizer:
         self._special = special_tokens(self._config)
         self._tokenizer = read_tokenizer(self.folder, self._config, self._special)
         generation = read_json(self.folder / "generation_config.json") or read_json(self.folder / "config.json")
-        self._eos = generation.get("eos_token_id")
+        self._eos, self._eos_text = generation.get("eos_token_id"), self._special.get("eos_token", "")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
         self._original = self  # copies use its response format
@@ -127,7 +127,7 @@ class ChatTokenizer:
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """Return the tokens that end a turn: the end tokens of tokenizer, generation config and chat template."""
-        ids = [self._eos_token, self._end_of_turn]
+        ids = [self._tokenizer.token_to_id(self._eos_text), self._end_of_turn]
         ids += self._eos if isinstance(self._eos, list) else [self._eos]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
@@ -207,8 +207,10 @@ class ChatTokenizer:
         """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.
 
         `train_on` chooses the turns; `first` is the first message that may be trained on. The first trained turn comes
-        after exactly the tokens that `prompt` returns for it, and each further one after the same text. Raises
-        `DataError` if there is no turn to train on, or the template rewrites history.
+        after exactly the tokens that `prompt` returns for it, and each further one after the same text. Where the
+        template writes no end-of-turn token, the token that opens the next message counts, if it is one of
+        `stop_tokens`; the last turn ends in the same one, or in the tokenizer's end token. Raises `DataError` if there
+        is no turn to train on, or the template rewrites history.
         """
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
         if not turns:
@@ -220,15 +222,21 @@ class ChatTokenizer:
         for i in chosen:
             spans.append(self._turn(conversation, i, whole, stop))
             stop = stop or self._stop_at_end(whole[slice(*spans[-1])], conversation[i])
-        found = self._masked(whole, spans)
-        eos = self._eos_token
-        return _ended(found, eos) if eos is not None and self._is_open(whole, spans[-1]) else found
+        begin, end = spans[-1]
+        if chosen[-1] + 1 == len(conversation) and not whole[begin:end].endswith(self._stop_texts):
+            stop = self._next_opening(conversation[-1]) or self._eos_text
+            whole, spans[-1] = whole[:end] + stop + whole[end:], (begin, end + len(stop))
+        return self._masked(whole, spans)
 
     def training_text(self, text: str) -> Trainable:
-        """Tokenise plain text for training on all of it, between the tokenizer's own begin and end tokens."""
-        tokens, begin, eos = self._tokenizer.encode(text).ids, self._begin, self._eos_token
-        if begin and tokens[: 2 * len(begin)] == 2 * begin:  # the text has them, too
+        """Tokenise plain text for training on all of it, between the tokenizer's own begin and end tokens.
+
+        A text that a template rendered has its begin token already.
+        """
+        tokens, begin = self._tokenizer.encode(text).ids, self._begin
+        if begin and tokens[: 2 * len(begin)] == begin * 2:
             tokens = tokens[len(begin) :]
+        eos = self._tokenizer.token_to_id(self._eos_text)
         if eos is not None and tokens[-1:] != [eos]:
             tokens = [*tokens, eos]
         # No token comes before the first one, so nothing predicts it.
@@ -237,16 +245,18 @@ class ChatTokenizer:
     def training_completion(self, prompt: str, completion: str) -> Trainable:
         """Tokenise a prompt and its completion without a template. The loss is on the completion.
 
-        The tokenizer's own begin and end tokens are put around both, where the texts do not have them. The prompt has
-        the same tokens as without the completion.
+        The tokenizer's own begin and end tokens are put around both, where they are not there. The prompt has the same
+        tokens as without the completion.
         """
         text = prompt + completion
-        found, eos = self._masked(text, [(len(prompt), len(text))]), self._eos_token
-        begin = [] if found.tokens[: len(self._begin)].tolist() == self._begin else self._begin
-        tokens = np.concatenate([np.array(begin, np.int64), found.tokens])
-        mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask])
-        found = Trainable(tokens, mask, len(begin) + found.prompt_length)
-        return found if eos is None or tokens[-1] == eos else _ended(found, eos)
+        found = self._masked(text, [(len(prompt), len(text))])
+        eos = self._tokenizer.token_to_id(self._eos_text)
+        prompted = found.tokens[: found.prompt_length].tolist()
+        begin = [] if prompted[: len(self._begin)] == self._begin else self._begin
+        end = [] if eos is None or found.tokens[-1] == eos else [eos]
+        tokens = np.concatenate([np.array(begin, np.int64), found.tokens, np.array(end, np.int64)])
+        mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask, np.ones(len(end), np.bool_)])
+        return Trainable(tokens, mask, len(begin) + found.prompt_length)
 
     def _turn(self, conversation: Conversation, index: int, whole: str, stop: str = "") -> tuple[int, int]:
         """Return where an assistant turn begins and ends in the text of its conversation, in characters.
@@ -268,8 +278,8 @@ class ChatTokenizer:
             closed = begin + max(stops, default=len(turn.rstrip()))
             # Without an end-of-turn token, white space at the end belongs to the response as far as the message has it.
             closed = max(closed, _end_of(conversation[index].text, answered, begin) or 0)
-            # Where a turn has no token of its own, as GLM's, the header of the next turn can be what ends it.
-            return begin, closed if stops else closed + len(self._stop_at(whole, closed))
+            is_closed = whole[begin:closed].endswith(self._stop_texts)
+            return begin, closed if is_closed else closed + len(self._stop_at(whole, closed))
         # A later message changed how the template closes this turn. Then the turn's words must be in the text. How the
         # template writes calls and reasoning is not known here.
         message = conversation[index]
@@ -278,11 +288,15 @@ class ChatTokenizer:
             raise _rewritten(asked + message.text, whole)
         return len(asked), end + len(self._stop_at(whole, end))
 
-    def _is_open(self, whole: str, span: tuple[int, int]) -> bool:
-        """Return whether a text ends with a turn that nothing ends, of a template whose headers end turns."""
-        begin, end = span
-        ended = any(whole.endswith(stop) for stop in self._stop_texts)
-        return end == len(whole) and not ended and any(stop in whole[:begin] for stop in self._stop_texts)
+    def _next_opening(self, message: Message) -> str:
+        """Return the end-of-turn token that opens the message after one of the assistant. Empty: there is none."""
+        said = (Message("user", "steel"), Message("assistant", "whetstone", message.calls))
+        answer = Message("tool" if message.calls else "user", "iron")
+        try:
+            turn, longer = self.render(said).rstrip(), self.render((*said, answer))
+        except DataError:
+            return ""
+        return self._stop_at(longer, len(turn)) if longer.startswith(turn) else ""
 
     def _stop_at_end(self, turn: str, message: Message) -> str:
         """Return the end-of-turn token of a turn that is a message's plain text and this token. Empty: it is not."""
@@ -350,12 +364,6 @@ class ChatTokenizer:
         return next((stop for stop in self._stop_texts if text.startswith(stop, begin)), "")
 
     @cached_property
-    def _eos_token(self) -> int | None:
-        """Return the tokenizer's own end token. None: it has none."""
-        found: int | None = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
-        return found
-
-    @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
         texts = [self._tokenizer.id_to_token(i) for i in self.stop_tokens]
         return tuple(sorted((text for text in texts if text), key=len, reverse=True))
@@ -396,12 +404,6 @@ def given_template(chat_template: str) -> str:
         return read_text(Path(chat_template))
     except DataError as error:
         raise DataError(f"model.chat_template: {error}") from error
-
-
-def _ended(trainable: Trainable, eos: int) -> Trainable:
-    """Return a sequence with an end token, which is trained."""
-    tokens, mask = np.append(trainable.tokens, eos), np.append(trainable.loss_mask, True)
-    return Trainable(tokens, mask, trainable.prompt_length)
 
 
 def _meaning(message: Message) -> tuple[Any, ...]:

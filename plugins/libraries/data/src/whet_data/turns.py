@@ -6,6 +6,9 @@
 
 The chat template writes the fields, in the model's own format. Data sets differ in details: arguments as an object or
 as its text, `reasoning` or `thinking` in place of `reasoning_content`, calls without `function` around them.
+
+Tables (Parquet, saved data sets, the hub) have one set of fields for all calls and all tools, with null where a record
+has no such field. So null fields of tools and calls count as absent. Those in JSON text stay.
 """
 
 import json
@@ -33,7 +36,7 @@ def tools_of(value: Any) -> Tools:
     """Return the tools of a record: a list, or its JSON text. A tool may lack the `function` around it. Raises
     `DataError`.
     """
-    found = _filled(value, "tools")
+    found = _parsed(_stated(value), "tools")
     if not isinstance(found, list):
         raise DataError(f"the tools are {value!r:.80}, wanted a list")
     return tuple(json.dumps(_tool(_parsed(one, "tools")), ensure_ascii=False) for one in found)
@@ -46,18 +49,17 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
     a text learns to leave it out. Of reasoning, that of the last message counts.
     """
     tools = tools_of(record["tools"]) if record.get("tools") else ()
-    chat = chat.with_tools(tools) if tools else chat
+    chat, shown = chat.with_tools(tools) if tools else chat, set[str]()
     for one in conversations:
         named = {"tool": [json.loads(tool)["function"]["name"] for tool in tools]}
         named["tool call"] = [call.name for message in one for call in message.calls]
         named["reasoning"] = [message.reasoning.strip()[:40] for message in one[-1:] if message.reasoning]
         text = chat.render(one) if any(named.values()) else ""
-        # The list of tools has the names of calls, too: they must be there more often than with calls of another name.
-        others = [evolve(each, calls=tuple(evolve(call, name="-") for call in each.calls)) for each in one]
-        other = chat.render(tuple(others)) if named["tool call"] else ""
+        unshown = {name for name in named["tool call"] if name not in shown and not _shows(chat, one, name, text)}
+        shown.update(named["tool call"])
         for kind, words in named.items():
-            least = {word: other.count(word) if kind == "tool call" else 0 for word in words}
-            if missing := next((word for word in words if text.count(word) <= least[word]), ""):
+            left_out = unshown if kind == "tool call" else ()
+            if missing := next((word for word in words if word not in text or word in left_out), ""):
                 raise DataError(
                     f"the chat template leaves out the {kind} {missing!r:.60}; use a model that was tuned for it, or a "
                     "template with model.chat_template, or write it into the content of the messages"
@@ -65,9 +67,19 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
     return chat
 
 
+def _shows(chat: Tokenizer, one: Conversation, name: str, text: str) -> bool:
+    """Return whether the text of a conversation has the calls of a tool: the list of tools has its name, too."""
+    calls = [[evolve(call, name=f"{name}_") if call.name == name else call for call in m.calls] for m in one]
+    try:
+        return chat.render(tuple(evolve(m, calls=tuple(own)) for m, own in zip(one, calls, strict=True))) != text
+    except DataError:  # the template knows which tools there are
+        return True
+
+
 def _message(item: Mapping[str, Any]) -> Message:
     """Return a message with its fields. Empty fields count as absent, as tables have them in every row."""
-    calls = tuple(_call(_parsed(one, "tool_calls")) for one in _filled(item.get("tool_calls") or [], "tool_calls"))
+    given = _parsed(_stated(item.get("tool_calls") or []), "tool_calls")
+    calls = tuple(_call(_parsed(one, "tool_calls")) for one in given)
     thoughts = [item[name] for name in REASONING if item.get(name)]
     if not isinstance(reasoning := thoughts[0] if thoughts else "", str):
         raise DataError(f"the reasoning of a message is {reasoning!r:.60}, wanted text")
@@ -101,18 +113,11 @@ def _tool(item: Any) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
 
 
-def _filled(value: Any, what: str) -> Any:
-    """Return what a value is the JSON text of, or the value without fields that are None, at any depth.
-
-    A table has the fields of all rows in every row. Text has the fields that its author wrote. Raises `DataError`.
-    """
-    return _parsed(value, what) if isinstance(value, str) else _without_none(value)
-
-
-def _without_none(value: Any) -> Any:
+def _stated(value: Any) -> Any:
+    """Return a value without the null fields of objects in it."""
     if isinstance(value, Mapping):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _stated(held) for key, held in value.items() if held is not None}
+    return [_stated(one) for one in value] if isinstance(value, list) else value
 
 
 def _parsed(value: Any, what: str) -> Any:
