@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.component import Spec
+from whet.data.batch import from_sequences
 from whet.data.model_info import read_model
 from whet.errors import ConfigError, WhetError
 from whet_fsdp2.loading import load_model, prepare
@@ -266,3 +267,34 @@ def test_rows_whose_sequences_reach_each_other_are_not_packed(tmp_path, caplog, 
         _, layout = prepare(load_model(read_model(folder, "float32"), dtype=dtype), "auto", 0)
         assert layout == "padded"
         assert words in caplog.text
+
+
+ROTATED = {
+    "phi3": {"original_max_position_embeddings": 24, "max_position_embeddings": 192, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 24}},
+    "llama": {"max_position_embeddings": 24, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ROTATED)
+def test_sequences_whose_positions_would_depend_on_others_are_refused(make_worker, tmp_path, family):
+    worker = make_worker(folder=made(tmp_path, family, **{**DECODER, **ROTATED[family]}))
+    for length in (25, 26):
+        row = {"tokens": np.arange(length) + 3, "loss_mask": np.arange(length) > 4}
+        batch = from_sequences([row], prompt_lengths=[5])
+        if length == 25:  # the last token is a target alone
+            expected = model_logprobs(worker._info.path, batch)
+            np.testing.assert_allclose(worker.score(batch, ("logprobs",))["logprobs"][5:], expected[4:], atol=2e-5)
+            continue
+        for call in (worker.score, worker.evaluate, worker.train):
+            with pytest.raises(WhetError, match=r"25 tokens .* rollout.max_context or data.max_length to 24"):
+                call(batch, ("logprobs",) if call == worker.score else Spec("whet_testing.losses:Likelihood"))
+
+
+def model_logprobs(folder, batch):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return next(by_itself(model, batch))

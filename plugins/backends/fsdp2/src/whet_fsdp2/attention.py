@@ -130,14 +130,13 @@ def refuse_unsupported(
 def has_window(module: Any) -> bool:
     """Return whether the config says that an attention module sees a part of the context. Without one: it sees all."""
     settings, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    window, kinds = getattr(settings, "sliding_window", None), getattr(settings, "layer_types", None)
+    window, kinds = getattr(settings, "sliding_window", None) or 0, getattr(settings, "layer_types", None)
     if kinds and layer is not None and layer < len(kinds):
         if "sliding" not in kinds[layer]:
             return "chunked" in kinds[layer]
     elif getattr(settings, "use_sliding_window", True) is False:
         return False
-    positions = getattr(settings, "max_position_embeddings", None)
-    return bool(window and (positions is None or window < positions))
+    return 0 < window < getattr(settings, "max_position_embeddings", window + 1)
 
 
 def register() -> None:

@@ -27,7 +27,7 @@ from whet_fsdp2.experts import Experts
 from whet_fsdp2.feed import widths
 from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.lending import lend
-from whet_fsdp2.loading import load_model, prepare, quiet
+from whet_fsdp2.loading import load_model, longest_alone, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
@@ -110,6 +110,8 @@ class HeldModels:
                 raise ConfigError(f"backend.teacher: {words}; set backend.layout: padded")
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
+        limits = (longest_alone(root.model) for root in (self._root, *self._frozen.values()))
+        self._longest_alone = min((limit for limit in limits if limit), default=None)
         self._stepper = Stepper(
             self._weights, self._config.optimizer, self._config.schedule, total_steps,
             offload=self._config.offload_optimizer and trained,

@@ -193,6 +193,22 @@ def _lay_out(root: AnyRoot, batch: Batch, wanted: str, expected: Any, context: A
     return "padded"
 
 
+def longest_alone(model: Any) -> int | None:
+    """Return the most tokens of a sequence whose positions do not depend on other sequences of its pass. None: any.
+
+    Beyond, rotary frequencies follow the longest sequence of the pass: `transformers` has one set of them for a pass.
+    """
+    settings = model.config.get_text_config()
+    rope = getattr(settings, "rope_parameters", None) or {}
+    limits = []
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # or a part for each kind of layer
+        if one.get("rope_type") == "longrope":
+            limits.append(int(one.get("original_max_position_embeddings", settings.max_position_embeddings)))
+        elif "dynamic" in str(one.get("rope_type")):
+            limits.append(int(settings.max_position_embeddings))
+    return min(limits, default=None)
+
+
 def _name_kernel(model: Any) -> None:
     """Print which kernel computes attention on a GPU, and why."""
     device = local(model.get_input_embeddings().weight).device

@@ -29,7 +29,7 @@ from whet_fsdp2.held import HeldModels, leaving_room
 from whet_fsdp2.lora import Adapters
 from whet_fsdp2.root import AnyRoot
 from whet_training.heads import outputs_of
-from whet_training.layout import ranges
+from whet_training.layout import ranges, used_lengths
 from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import Watch
@@ -186,8 +186,18 @@ class Worker(HeldModels, LossWorker):
 
     def _plan(self, batch: Batch) -> list[Any]:
         """Return the sequences of each micro-batch. None: only other ranks still have a micro-batch."""
+        self._refuse_long(batch)
         parts = plan(batch, self._layout, self._config.micro_batch_tokens) if batch.sequences else []
         return [*parts, *[None] * (self._ranks.max(len(parts)) - len(parts))]
+
+    def _refuse_long(self, batch: Batch) -> None:
+        longest = int(used_lengths(batch).max(initial=0))
+        if self._longest_alone is not None and longest > self._longest_alone:
+            raise WhetError(
+                f"model.path: {longest} tokens of a sequence enter the model, whose rotary embeddings (longrope or "
+                f"dynamic) follow the longest sequence of a pass beyond {self._longest_alone} tokens, so numbers would "
+                f"depend on micro-batches; set rollout.max_context or data.max_length to {self._longest_alone}"
+            )
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch | None]:
         for chosen in self._plan(batch):
