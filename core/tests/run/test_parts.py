@@ -46,6 +46,27 @@ def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options:
     return sync
 
 
+class OfReplicas(FakeGenerator):
+    """Has three replicas, one of which is away."""
+
+    def present(self) -> tuple[int, int]:
+        return 2, 3
+
+
+@pytest.mark.parametrize(
+    ("generator", "transport", "receivers"),
+    [(OfReplicas, "broadcast", 4), (FakeGenerator, "broadcast", 6), (OfReplicas, "shared", 6)],
+)
+def test_a_broadcast_waits_for_the_replicas_that_are_present(
+    generator: type[FakeGenerator], transport: str, receivers: int
+) -> None:
+    spans, backend = Spans(), FakeBackend()
+    sync = WeightSync(TransferSpec(transport, "nowhere", "", 0, receivers=6), spans)
+    sync.connect(BackendHandle(backend, timed(spans)), GeneratorHandle(generator("a"), busy(spans)))
+    sync(version=1)
+    assert [spec.receivers for spec in backend.sent] == [receivers]
+
+
 @pytest.mark.parametrize("loss", [WorkerLost("backend", 0, "weight_sync", "its process was killed"), None])
 def test_a_receiver_whose_sender_has_died_is_not_the_one_to_blame(loss: WorkerLost | None) -> None:
     spans, asked = Spans(), list[tuple[str, ...]]()

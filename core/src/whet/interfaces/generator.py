@@ -57,6 +57,18 @@ def listening(to: "Listener | None") -> Iterator[None]:
 
 
 @runtime_checkable
+class Replicated(Protocol):
+    """A generator of several replicas that are lost and replaced one by one."""
+
+    def present(self) -> tuple[int, int]:
+        """Return how many replicas are present, and how many there are if none is lost.
+
+        Those that are lost take no part in a weight sync.
+        """
+        ...
+
+
+@runtime_checkable
 class Generator(Protocol):
     """Continues token sequences. The tokens that it sees are append-only, and it tokenises nothing.
 

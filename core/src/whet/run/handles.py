@@ -22,6 +22,7 @@ from attrs import evolve
 
 from whet.data.spans import Spans
 from whet.interfaces.backend import SavesInBackground
+from whet.interfaces.generator import Replicated
 from whet.run.steps import Interrupted
 
 if TYPE_CHECKING:
@@ -157,6 +158,10 @@ class GeneratorHandle:
     ) -> None:
         """`receiving` is called before the generator receives weights."""
         self._generator, self._managers, self._receiving = generator, around, receiving
+
+    def present(self) -> tuple[int, int]:
+        """See `Replicated.present`. A generator that is not replicated counts as one replica."""
+        return self._generator.present() if isinstance(self._generator, Replicated) else (1, 1)
 
     async def generate(self, request: "Request") -> "Completion":
         """See `Generator.generate`."""

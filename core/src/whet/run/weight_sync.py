@@ -18,6 +18,7 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.installed import entry_points
+from whet.interfaces.generator import Replicated
 from whet.interfaces.weights import TransferSpec, TransportDriver
 from whet.plugins.features import PROBE
 
@@ -87,7 +88,9 @@ class WeightSync:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
                 session = f"{version}-{next(self._count)}"
-                spec = attrs.evolve(self._template, session=session, version=version, weights=weights)
+                spec = attrs.evolve(
+                    self._template, session=session, version=version, weights=weights, receivers=self._receivers()
+                )
                 self._last, self._proof = spec, None
                 ends = [
                     self._backend.send_weights(spec),
@@ -104,6 +107,13 @@ class WeightSync:
             if self._probe is not None and (weights == "trial" or self._probe.due(version)):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version, weights)
+
+    def _receivers(self) -> int:
+        """Return how many receivers a sender waits for: by `broadcast`, those of the replicas that are present."""
+        if self._template.transport != "broadcast" or not isinstance(self._generator, Replicated):
+            return self._template.receivers
+        present, replicas = self._generator.present()
+        return self._template.receivers * present // replicas
 
     def resync(self, give: "Give") -> None:
         """Send the weights of the last sync to one receiver again: call `give` with its transfer and its proof.

@@ -168,8 +168,10 @@ def test_a_replica_that_comes_back_when_the_others_sleep_again_sleeps_as_well(tm
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
         workers = cluster.worker_group("generator", 2).spawn(target, {"notes": str(notes)})
         replicas = Replicas(workers, replacing)
+        assert replicas.present() == (2, 2)
         os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
         replicas.receive_weights(LINK, 7).result()
+        assert replicas.present() == (1, 2)
         replicas.sleep()
         replacing.over.set()
         assert replacing.back.wait(20.0)

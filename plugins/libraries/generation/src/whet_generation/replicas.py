@@ -55,6 +55,10 @@ class Replicas:
         self._dispatcher.hold(taking.pending, taking.lives)
         return taking
 
+    def present(self) -> tuple[int, int]:
+        """Return how many replicas are present, and how many there are if none is lost."""
+        return len(self._replica_set.present()), self.workers.size
+
     def sleep(self) -> int | None:
         """Put every present replica to sleep. Return the bytes released; None: unknown. Replicas that come back sleep
         too.
@@ -122,6 +126,10 @@ class ReplicatedGenerator:
         and `stop="abort"`.
         """
         return self._replicas.receive_weights(spec, version, on_weight_update)
+
+    def present(self) -> tuple[int, int]:
+        """Return how many replicas are present, and how many there are if none is lost."""
+        return self._replicas.present()
 
     def sleep(self) -> int | None:
         """Release memory, weights and cache, if the engine can. Return the bytes; None: the engine does not report
