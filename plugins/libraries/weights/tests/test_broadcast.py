@@ -81,9 +81,11 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
 
 
 def test_a_receiver_that_is_gone_before_it_joins_holds_nobody_up(
-    exchange: Exchange, warnings: Callable[[], list[str]]
+    exchange: Exchange, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, sent = make_spec(exchange, timeout_seconds=200.0), make_weights()
+    joining = list[object]()
+    monkeypatch.setattr(broadcast, "_join", lambda *about: joining.append(about))
 
     def leaves() -> None:
         (offer,) = offers(spec, 0, time.monotonic() + 30)
@@ -98,6 +100,7 @@ def test_a_receiver_that_is_gone_before_it_joins_holds_nobody_up(
         gone.result(60)
         assert_same(stays.result(60), sent)
     assert "gone that was to take part" in warnings()[0]
+    assert not joining, "who joins cannot be stopped, by NCCL least of all"
 
 
 def test_senders_are_heard_one_after_another(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:

@@ -1,7 +1,8 @@
 """Weight sync by broadcasts: NCCL between GPUs, gloo between CPUs. For roles that have devices of their own.
 
 Each sender has a process group with the receivers that are present. The sender keeps the group while the receivers stay
-the same. A restarted receiver is in the next group. Receivers read several senders one after another, in order.
+the same. A restarted receiver is in the next group. Nobody joins a group until all are ready, because joining cannot be
+interrupted: a receiver that dies before costs nobody time. Receivers read several senders one after another, in order.
 Therefore senders that gather tensors together must do so in this order too: all for the first sender, then all for the
 second. NCCL has not been tested, because no GPUs were available.
 """
@@ -12,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from attrs import frozen
 
 from whet.interfaces.weights import TransferSpec
 from whet_weights import bucket_stream
-from whet_weights.bucket_stream import Broken, is_gone, tell
+from whet_weights.bucket_stream import Broken, is_gone, tell, told
 from whet_weights.meeting import Offer
 from whet_weights.ports import listen
 from whet_weights.staged_copy import StreamReceiver, own_address
@@ -29,7 +29,6 @@ from whet_weights.staged_copy import StreamReceiver, own_address
 if TYPE_CHECKING:
     import torch
 
-_JOIN_SECONDS = 0.05
 _POLL_SECONDS = 0.0005
 
 
@@ -141,7 +140,14 @@ class _Sending:
         for rank, connection in enumerate(self._receivers, start=1):
             meeting = {"name": name, "host": host, "port": port, "rank": rank, "size": size, "kind": kind}
             tell(connection, {"meet": meeting})
-        made = _join(store, 0, size, self._device, host, seconds, self._receivers)
+        for connection in self._receivers:
+            try:
+                told(connection, self._deadline)
+            except Broken as error:
+                raise Broken(f"a process is gone that was to take part in the broadcast: {error}") from error
+        for connection in self._receivers:
+            tell(connection, {"join": name})
+        made = _join(store, 0, size, self._device, host, seconds)
         with _lock:
             _groups[self._key] = _Group(name, size, self._device, made, store)
 
@@ -186,13 +192,14 @@ class _Receiving:
 
         key, seconds = self._key(sender), self._spec.timeout_seconds
         _forget(key)
+        tell(connection, {"ready": meeting["name"]})
+        told(connection, self._deadline)  # everyone is ready
         gpu = meeting["kind"] == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         store = dist.TCPStore(  # type: ignore[attr-defined]
             meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds)
         )
-        host = own_address(self._spec)
-        group = _join(store, meeting["rank"], meeting["size"], device, host, seconds, [connection])
+        group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._spec), seconds)
         with _lock:
             _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
 
@@ -203,36 +210,18 @@ class _Receiving:
         return ("receive", self._spec.address, sender, self._receiver)
 
 
-def _join(
-    store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float, others: Sequence[socket.socket]
-) -> Any:
-    """Join a process group that is not registered with torch's own functions. Blocks until all members have joined.
-
-    Raises `Broken` if a process at the other end of a connection is gone before.
-    """
+def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float) -> Any:
+    """Join a process group that is not registered with torch's own functions. Blocks until all members have joined."""
     import torch.distributed as dist
 
-    if device.type == "cuda":  # its members meet in the first broadcast
+    if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    made = Future[Any]()
-
-    def join() -> None:
-        try:
-            made.set_result(dist.ProcessGroupGloo(store, rank, size, options))
-        except BaseException as error:
-            made.set_exception(error)
-
-    # gloo's own wait cannot be ended: it goes on in the thread until `seconds` are over.
-    threading.Thread(target=join, name="join a broadcast", daemon=True).start()
-    while not wait([made], _JOIN_SECONDS).done:
-        if any(map(is_gone, others)):
-            raise Broken("a process is gone that was to take part in the broadcast")
-    return made.result()
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _forget(key: tuple[str, str, int, int]) -> None:
