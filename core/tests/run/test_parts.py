@@ -1,19 +1,23 @@
 """Weights go from backend to generator as the config says, and busy times are recorded."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from whet.config.cluster import ClusterSection, RecoverySection
 from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
+from whet.plan.placement import Way
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
 from whet.run.run_folder import closing_all
-from whet.run.weight_sync import WeightSync
+from whet.run.weight_sync import WeightSync, make_weight_sync
 from whet_testing.fakes import Done, FakeBackend, FakeGenerator
 
 
@@ -44,6 +48,36 @@ def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options:
     sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), spans, **options)
     sync.connect(backend, generator, **ends)
     return sync
+
+
+@pytest.mark.parametrize(
+    ("transport", "on_weight_update", "replicas", "seconds"),
+    [
+        ("disk", "drain", 8, (600.0, 1800.0)),
+        ("disk", "drain", 0, (600.0, 1800.0)),
+        ("broadcast", "drain", 8, (600.0, 1800.0)),
+        ("broadcast", "drain", 0, (2400.0, 1800.0)),
+        ("broadcast", "abort", 0, (600.0, 0.0)),
+    ],
+)
+def test_a_weight_sync_waits_for_running_requests_where_they_finish_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, on_weight_update: Any, replicas: int,
+    seconds: tuple[float, float],
+) -> None:  # fmt: skip
+    specs = list[TransferSpec]()
+
+    def driver(spec: TransferSpec, *_: Any) -> Any:
+        specs.append(spec)
+        return SimpleNamespace(spec=spec, carry=None, close=None)
+
+    point = SimpleNamespace(name=transport, load=lambda: driver)
+    monkeypatch.setattr("whet.run.weight_sync.entry_points", lambda group: [point])
+    section = ClusterSection(recovery=RecoverySection(replicas=replicas))
+    make_weight_sync(
+        Way(transport, ""), tmp_path, section=section, cluster=None, spans=Spans(), closers=[],
+        on_weight_update=on_weight_update,
+    )  # fmt: skip
+    assert [(spec.timeout_seconds, spec.drain_seconds) for spec in specs] == [seconds]
 
 
 class OfReplicas(FakeGenerator):

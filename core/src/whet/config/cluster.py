@@ -44,7 +44,8 @@ class DeadlinesSection:
     generate: float = field(default=1800.0, validator=above(0, SECONDS))
     """One completion, from request to last token."""
     weight_sync: float = field(default=600.0, validator=above(0, SECONDS), metadata=renamed("refit"))
-    """One weight sync: backend to generator."""
+    """One weight sync: backend to generator. With `rollout.on_weight_update: drain`, a replica may first finish its
+    requests, within `generate`."""
     save: float = field(default=1800.0, validator=above(0, SECONDS))
     """Writing or reading a checkpoint."""
     episode: float = field(default=3600.0, validator=above(0, SECONDS))

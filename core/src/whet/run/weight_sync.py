@@ -19,7 +19,7 @@ from whet.data.spans import Spans
 from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.installed import entry_points
 from whet.interfaces.generator import Replicated
-from whet.interfaces.weights import TransferSpec, TransportDriver
+from whet.interfaces.weights import STREAMED, TransferSpec, TransportDriver
 from whet.plugins.features import PROBE
 
 if TYPE_CHECKING:
@@ -141,11 +141,13 @@ def make_weight_sync(
         raise PluginError(
             f"no installed distribution has the driver's part of the transport {way.transport!r}: {found}"
         )
-    recovery = section.recovery
+    recovery, drain = section.recovery, section.deadlines.generate if on_weight_update == "drain" else 0.0
+    kept = recovery.enabled and recovery.replicas > 0
+    # Without a copy, the senders of a stream and the receivers that are ready wait for those that finish requests.
+    waiting = drain if way.transport in STREAMED and not kept else 0.0
     spec = TransferSpec(
         way.transport, str(folder.resolve()), "", 0, senders=way.senders, receivers=way.receivers,
-        timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
-        drain_seconds=section.deadlines.generate if on_weight_update == "drain" else 0.0, adapter=way.adapter,
+        timeout_seconds=section.deadlines.weight_sync + waiting, kept=kept, drain_seconds=drain, adapter=way.adapter,
     )  # fmt: skip
     address = cluster.launcher.address if cluster else lambda: "127.0.0.1"
     copy_memory = cluster.copy_memory if cluster else lambda *order: {}
