@@ -85,7 +85,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
-    """Receive a weight sync into the model of this process, whole or not at all, and write a report.
+    """Receive a weight sync into the model of this process, and write a report.
 
     `named` is one pair. Its name is a JSON object: `spec` (the fields of `TransferSpec`), `receiver`, `folder` (of the
     model), `reports` (a folder). No error is raised, because SGLang would die of it. A report has `session`, `failure`

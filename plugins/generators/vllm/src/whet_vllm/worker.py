@@ -98,8 +98,8 @@ class Worker:
     async def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a weight sync.
 
-        If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
-        complete.
+        If it is refused before the first tensor is loaded, the old weights stay in use. If it fails half way, as one by
+        `broadcast` and `cuda-ipc` may, nothing is generated until a sync is complete.
         """
         await asyncio.wrap_future(self._there(self._receive(spec, version, on_weight_update)))
 
