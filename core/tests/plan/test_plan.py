@@ -241,6 +241,11 @@ ENGINE = {
         ({"gpus": {"backend": 4, "generator": 2}}, 2, ("shared-memory", 1, 1)),
         ({"gpus": {"backend": 4, "generator": 4}, "ranks": {"generator": 4}}, 2, ("shared-memory", 1, 1)),
         ({"gpus": {"generator": 4}, "colocate": []}, 2, ("shared-memory", 1, 1)),
+        (
+            {"gpus": {"backend": 4, "generator": 2}, "ranks": {"generator": 4}, "colocate": []},
+            1,
+            ("shared-memory", 1, 1),
+        ),
         ({"colocate": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
         (
             {"gpus": {"backend": 2, "generator": 4}, "colocate": [], "transport": "shared-memory"},
@@ -255,6 +260,12 @@ def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
     plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), facts, Machine(8, gpus=8))
     assert not found
     assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
+
+
+def test_ranks_that_train_do_not_share_a_gpu():
+    cluster = ClusterSection(gpus={"backend": 4}, ranks={"backend": 8})
+    _, (problem,) = plan_of(make_config(cluster=cluster), ENGINE, Machine(8, gpus=8))
+    assert str(problem).startswith("cluster.ranks.backend: is 8, and ranks that train need a GPU each: cluster.gpus.")
 
 
 @pytest.mark.parametrize(

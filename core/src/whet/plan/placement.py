@@ -110,6 +110,9 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
         gpus, each = role.gpus, role.facts.processes
         if gpus % each:
             yield Problem(f"cluster.gpus.{role.name}", f"is {gpus}, and a rank takes {each}; wanted a multiple of that")
+        if not role.generates and 0 < gpus < role.ranks * each:
+            words = f"is {role.ranks}, and ranks that train need a GPU each: cluster.gpus.{role.name} is {gpus}"
+            yield Problem(f"cluster.ranks.{role.name}", f"{words}; leave the ranks out, or raise the GPUs")
     for group in roles.groups:
         taken = {name: roles[name].facts.processes for name in group if roles[name].gpus}
         if any(more % less for less, more in pairwise(sorted(taken.values()))):
@@ -183,7 +186,8 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
         same_process=same_process,
         same_host=same_host,
         same_gpu=all(gpus) and len({*gpus, backend.ranks, receivers}) == 1 and together and not inline,
-        own_gpus=all(gpus) and not together,
+        # NCCL refuses two members of a group on one GPU.
+        own_gpus=all(gpus) and not together and backend.ranks <= backend.gpus and receivers <= generator.gpus,
         wanted=cluster.transport,
         together=together,
         in_place=in_place,
