@@ -7,7 +7,6 @@ from whet import hookimpl
 from whet.component import Component, Problem, Selection
 from whet_grpo import config as sections
 from whet_grpo.config import GroupLossConfig, GrpoConfig, OffPolicySection
-from whet_grpo.grpo import choose_old_logprobs, several
 from whet_ops.algorithms.config import (
     average_problems,
     kl_loss_problems,
@@ -93,9 +92,16 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
             "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
             "gives none; choose `auto` or `trainer`",
         )
-    own = not several(grpo) and choose_old_logprobs(grpo, config.rollout.max_staleness) != "sampler"
+    yield from _of_off_policy(grpo, config)
+
+
+def _of_off_policy(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
     masking = grpo.loss.config.off_policy if isinstance(grpo.loss.config, GroupLossConfig) else OffPolicySection()
-    if own and masking.threshold is not None and masking.since == "old":
+    if masking.threshold is None or masking.since != "old":
+        return
+    from whet_grpo.grpo import choose_old_logprobs, several
+
+    if not several(grpo) and choose_old_logprobs(grpo, config.rollout.max_staleness) != "sampler":
         yield Problem(
             "algorithm.loss.off_policy.since",
             "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
