@@ -2,6 +2,7 @@
 
     python benchmarks/backend_step.py                    an update of GRPO: 16 prompts x 8 samples
     python benchmarks/backend_step.py --kind sft         64 sequences without common prompts
+    python benchmarks/backend_step.py --compile          each layout with compiled layers too
 
 Layouts take turns within one process, so that a busy machine hurts them alike; compare columns, not runs.
 `cpu` is seconds of processor time, over all threads.
@@ -84,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("grpo", "sft"), default="grpo")
     parser.add_argument("--layouts", nargs="+", default=["padded", "packed", "shared"])
+    parser.add_argument("--compile", action="store_true", help="measure `compile: true` of each layout, too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[8192])
@@ -95,14 +97,15 @@ def main() -> None:
         make_model(folder, tokenizer, hidden=128, layers=4, heads=4, kv_heads=4, mlp=384)
         model = read_model(folder)
         workers = {
-            (layout, budget): Worker(
+            (f"{layout}{', compiled' * compiled}", budget): Worker(
                 rank=WorkerRank("backend", 0, 1, threads=args.threads),
-                config={"layout": layout, "micro_batch_tokens": budget, "optimizer": {"lr": 1e-4}},
+                config={"layout": layout, "micro_batch_tokens": budget, "optimizer": {"lr": 1e-4}, "compile": compiled},
                 model=model,
                 scratch=folder,
             )
             for layout in args.layouts
             for budget in args.micro_batch_tokens
+            for compiled in ([False, True] if args.compile else [False])
         }
     draw = np.random.Generator(np.random.Philox(0))
     batch = (grpo_batch if args.kind == "grpo" else sft_batch)(len(tokenizer), draw)
@@ -133,7 +136,7 @@ def measure(workers: Mapping[tuple[str, int], Any], batch: Batch, steps: int) ->
             for name in phases[key][0]
         }
         print(
-            f"{key[0]:8s} {key[1]:6d}  wall {1000 * statistics.median(wall[key]):6.1f} ms "
+            f"{key[0]:18s} {key[1]:6d}  wall {1000 * statistics.median(wall[key]):6.1f} ms "
             f"(least {1000 * min(wall[key]):6.1f})  cpu {1000 * statistics.median(cpu[key]):6.1f} ms  "
             + "  ".join(f"{name} {value:.1f}" for name, value in parts.items())
         )

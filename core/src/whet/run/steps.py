@@ -158,7 +158,7 @@ class Steps:
             self.save_now()
 
     def weights_change(self) -> None:
-        """Note that weights change in the present step. From now on a signal waits until the step is finished."""
+        """Mark the present step as one that changes weights: from now on a signal waits until it is finished."""
         self._trained = True
 
     def stop(self) -> None:
