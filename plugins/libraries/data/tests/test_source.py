@@ -1,42 +1,40 @@
-"""Prompts of a data set as an environment: right answers, and what messages have in fields."""
-
-import asyncio
 import json
 
 import pytest
 
+from whet.data.messages import Call
+from whet.errors import DataError
+from whet.plugins.features import chats
 from whet_data.source import Prompts, SourceConfig
-from whet_data.turns import tools_of
-from whet_testing.fakes import FakeModel
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
 TALK = [
     {"role": "user", "content": "3+4?"},
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "name": "add", "arguments": {"a": 3}}]},
+    {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "7"},
-    {"role": "user", "content": "And 5+6?"},
 ]
-
-
-def prompts(folder, record, **settings):
-    (folder / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    return Prompts(SourceConfig(dataset=str(folder / "a.jsonl"), **settings))
-
-
-@pytest.mark.parametrize(
-    ("value", "gold"), [("London", "London"), (5, "5"), (["London", "London, UK", None], ["London", "London, UK"])]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-def test_right_answers_are_a_text_or_a_list_of_texts(tmp_path, value, gold):
-    (task,) = prompts(tmp_path, {"prompt": "Where?", "facts": {"gold": value}}, gold="facts.gold").tasks("train")
-    assert task.data == {"answer": gold}
 
 
-def test_a_prompt_has_the_calls_of_its_messages_and_describes_the_tools_of_its_record(tmp_path):
-    environment = prompts(tmp_path, {"prompt": TALK, "tools": [ADD]})
-    (task,) = environment.tasks("train")
-    model = FakeModel("11")
-    asyncio.run(environment.run(task, model))
-    (talk,) = model.forks
-    assert talk.tools == tools_of([ADD])
-    assert [(call.name, call.arguments) for call in talk.messages[1].calls] == [("add", '{"a": 3}')]
-    assert talk.messages[2].answers == "c1"
+def prompts(tmp_path, *records) -> Prompts:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Prompts(SourceConfig(dataset=str(file)))
+
+
+def test_a_prompt_keeps_its_tool_calls_and_reasoning(tmp_path, tiny_model_folder):
+    (task,) = prompts(tmp_path, {"prompt": TALK, "tools": []}).tasks("train")
+    assert task.prompt[1].calls == (Call("c1", "add", '{"a": 3, "b": 4}'),)
+    shown = chats().ChatTokenizer(tiny_model_folder, TEMPLATE).render(task.prompt, generation_prompt=True)
+    assert 'I add.{"name": "add", "arguments": {"a": 3, "b": 4}}' in shown
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_record_with_tools_of_its_own_is_refused(tmp_path, packed):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: the column `tools` has tools"):
+        prompts(tmp_path, {"prompt": TALK, "tools": json.dumps(tools) if packed else tools}).tasks("train")

@@ -19,9 +19,6 @@ from whet_data.readers import Row
 from whet_data.tasks import DatasetTasks
 from whet_data.turns import conversation_of, tools_of
 
-TOOLS = "tools"
-"""The column with the tools that a prompt describes, and their key in `Task.data`."""
-
 
 def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
     if bool(value) == (instance.environment is not None):
@@ -42,11 +39,11 @@ class SourceConfig:
     subset: str = ""
     """The subset of a hub data set that has several subsets."""
     question: str = "prompt"
-    """The field with the prompt: a string, or a list of messages. The prompt describes the tools of the field `tools`,
-    where a record has one; nothing runs them."""
+    """The field with the prompt: a string, or a list of messages, which may have tool calls and reasoning in fields.
+    Records with tools of their own, in the column `tools`, are bad."""
     gold: str = ""
-    """The field with a reference answer, or with a list of right answers, for records, and for whatever compares
-    responses with it. A dot leads into a field, e.g. `reward_model.ground_truth`. Empty: none."""
+    """The field with a reference answer, or a list of them, for records, and for whatever compares responses with it.
+    A dot leads into a field, e.g. `reward_model.ground_truth`. Empty: none."""
     system: str = ""
     """A system message before the prompt. Empty: none."""
     max_records: int = field(default=0, validator=between(0, RECORDS))
@@ -88,9 +85,8 @@ class Prompts:
         return self._tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Send the prompt, with the tools of its record, to the model. Returns no rewards."""
-        tools = tuple(task.data.get(TOOLS, ()))
-        await (model.with_tools(tools) if tools else model).reply(task.prompt)
+        """Send the prompt to the model. Returns no rewards."""
+        await model.reply(task.prompt)
         return {}
 
     def close(self) -> None:
@@ -100,19 +96,23 @@ class Prompts:
         value = row.record.get(self._config.question)
         if value is None:
             raise DataError(f"the field {self._config.question!r} is missing; there are {list(row.record)!r:.120}")
+        if row.record.get("tools") and tools_of(row.record["tools"]):
+            words = "write them into the prompt, and leave out the column"
+            raise DataError(
+                f"the column `tools` has tools, which this environment does not offer to the model; {words}"
+            )
         asked = conversation_of(value)
         if not asked or asked[-1].role == "assistant" or not any(message.text.strip() for message in asked):
             raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to respond to")
         system = (Message("system", self._config.system),) if self._config.system else ()
-        gold, tools = self._gold(row), row.record.get(TOOLS)
-        data = {} if gold is None else {GOLD: gold}
-        return Task((*system, *asked), {**data, TOOLS: list(tools_of(tools))} if tools else data, id=row.where)
+        gold = self._gold(row)
+        return Task((*system, *asked), {} if gold is None else {GOLD: gold}, id=row.where)
 
     def _gold(self, row: Row) -> str | list[str] | None:
-        """Return the reference answer of a record, or a list of right answers, where it has one."""
+        """Return the reference answer of a record, or its several ones, where it has any."""
         found: Any = row.record
         for name in self._config.gold.split(".") if self._config.gold else ():
             found = found.get(name) if isinstance(found, Mapping) else None
-        if not self._config.gold or found is None:
-            return None
-        return [str(one) for one in found if one is not None] if isinstance(found, list | tuple) else str(found)
+        if isinstance(found, list | tuple):
+            return [str(one) for one in found if one is not None] or None
+        return str(found) if self._config.gold and found is not None else None
