@@ -8,6 +8,7 @@ from whet.errors import WhetError
 from whet_testing.three_steps import LIKELIHOOD, steps_of
 from whet_training.experts import ExpertsConfig
 from whet_training.layout import used_lengths
+from whet_training.lora_config import LoraConfig
 from whet_training.packing import plan
 
 K, LAYERS, EXPERTS = 2, 2, 8
@@ -167,3 +168,12 @@ def test_a_mixture_without_options_trains_as_one_that_records(build, make_batch)
     batches = [recorded(make_batch(seed), seed) for seed in range(2)]
     plain, recording = build("qwen3_moe"), build("qwen3_moe", experts=ExpertsConfig(record=True))
     assert np.array_equal(steps_of(plain, batches), steps_of(recording, batches))
+
+
+def test_the_reference_of_an_adapter_chooses_its_experts_itself(build, make_batch):
+    batch = make_batch(0)
+    backend = build("qwen3_moe", experts=ExpertsConfig(replay=True), lora=LoraConfig(rank=4))
+    found, expected = (backend.score(one, ("logprobs",), "reference") for one in (recorded(batch), batch))
+    np.testing.assert_array_equal(found["logprobs"], expected["logprobs"])
+    replayed, free = (backend.score(one, ("logprobs",))["logprobs"] for one in (recorded(batch), batch))
+    assert np.abs(replayed - free).max() > 0.01

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from whet.component import Spec
@@ -30,6 +31,7 @@ from whet_megatron.feed import Feed
 from whet_megatron.held import HeldModels
 from whet_megatron.passes import Passes, Teacher
 from whet_ops.head_outputs import wanted_divergences
+from whet_training.experts import COLUMN
 from whet_training.heads import outputs_of
 from whet_training.layout import ranges
 from whet_training.losses import LossWorker, flag, is_finite, room
@@ -125,6 +127,8 @@ class Worker(HeldModels, LossWorker):
         if model is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
         self._refuse_unknown(outputs, "what is to be scored")
+        if weights != "policy":  # the sampler chose its experts with the policy
+            batch = evolve(batch, per_token={name: one for name, one in batch.per_token.items() if name != COLUMN})
         found = {name: room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
         planned = self._plan(batch)
