@@ -457,6 +457,23 @@ def test_many_failed_groups_in_a_row_end_the_run_with_the_cause() -> None:
         made.take(2)
 
 
+def test_an_environment_that_cancels_the_task_of_its_group_ends_the_run() -> None:
+    class Cancels(SingleTurn):
+        async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+            playing = asyncio.current_task()
+            assert playing is not None
+            playing.cancel()
+            await asyncio.sleep(0)
+            return {"correct": 1.0}
+
+    cancels = Cancels({"train": [Task("q")]}, {"correct": correct})
+    with (
+        stream(routes=[Route("letters", cancels, "train")]) as made,
+        pytest.raises(WhetError, match="'letters', task 0 cancelled the asyncio task that played its group"),
+    ):
+        made.take(1)
+
+
 def test_groups_lost_to_infrastructure_have_a_budget_and_a_counter_of_their_own() -> None:
     class Unreachable(Failing):
         error = ConnectionError

@@ -277,6 +277,9 @@ class RolloutStream:
         except Exception as error:
             self._drop(slot, error)
         finally:
+            if slot.outcome == "playing" and self._fatal is None:
+                where = f"environment {self._routes[slot.route].name!r}, task {slot.task}"
+                self._fail(WhetError(f"{where} cancelled the asyncio task that played its group"))
             self._running.pop(slot.index, None)
             self._tally.update(slot.tally)
             self._admit()
