@@ -67,7 +67,7 @@ class Step:
 
     def due(self, every: int) -> bool:
         """Return whether an action of every `every` steps is due now. After the last step it is; 0: only then."""
-        return self._steps._due(self.number, every)
+        return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
 
     def finish(self, batch: "Batch") -> None:
         """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
@@ -185,7 +185,7 @@ class Steps:
         number, evaluation = step.number, 0.0
         merged = merging.merge([metrics, self._sinks.gather()])
         consumed = self._sinks.records(number, batch)
-        if self._due(number, self._evaluate_every):
+        if step.due(self._evaluate_every):
             began = time.perf_counter()
             try:
                 with self._while("evaluating"):
@@ -202,11 +202,8 @@ class Steps:
         seconds = time.perf_counter() - self._began - evaluation
         self._longest = max(self._longest, seconds) if number > self._first + 1 else seconds
         self._mind_time()
-        if self._due(number, self._section.save_every):
+        if step.due(self._section.save_every):
             self._save()
-
-    def _due(self, number: int, every: int) -> bool:
-        return self.is_last(number) or (every > 0 and number % every == 0)
 
     def _end(self, number: int, metrics: Mapping[str, Metric], batch: "Batch", consumed: Mapping[str, Any]) -> None:
         """Write the metrics of a step, and count it as finished."""
@@ -263,7 +260,7 @@ class Steps:
         moment, why = min(self._limits)
         saving, left = self._sinks.saving, moment - time.time()
         save = (saving.longest or max(self._longest, UNKNOWN_SAVE_SECONDS)) * (1 + saving.busy)
-        evaluation = self._evaluation if self._due(self.done + 1, self._evaluate_every) else 0.0
+        evaluation = self._evaluation if Step(self.done + 1, 0, self).due(self._evaluate_every) else 0.0
         if left < MARGIN * (self._longest + evaluation + save) + SPARE_SECONDS:
             self.stop()
             took = f"a step took up to {self._longest:.0f} s, "
