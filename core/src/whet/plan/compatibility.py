@@ -1,6 +1,7 @@
 """Checks whether parts fit each other, from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from whet.component import (
     AdvantagesFacts,
@@ -31,14 +32,17 @@ ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "rewar
 DEFAULT_SPLIT = {"environments": "train", "evaluation.environments": "test"}
 """The split of an environment that states none, by the section that lists it."""
 
-ELSEWHERE = {
-    "limit": "is of evaluation, and training plays all tasks of the split; leave it out, or give it fewer tasks",
-    "samples": "is of evaluation; state `group_size`",
-    "group_size": "is of training; state `samples`",
-    "weight": "is of training, and evaluation plays all tasks; leave it out",
-    "weight_schedule": "is of training, and evaluation plays all tasks; leave it out",
-}
-"""What is wrong with keys of an environment, in the section that does not read them."""
+_PLAYED = "is of training, and evaluation plays all tasks; leave it out"
+ELSEWHERE: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "environments": {
+        "limit": (0, "is of evaluation, and training plays all tasks of the split; leave it out, or make it smaller"),
+        "samples": (1, "is of evaluation; state `group_size`"),
+    },
+    "evaluation.environments": {
+        "group_size": (0, "is of training; state `samples`"), "weight": (1, _PLAYED), "weight_schedule": ({}, _PLAYED)
+    },
+}  # fmt: skip
+"""By section, keys of an environment that it does not read: their defaults, and what is wrong with other values."""
 
 
 def config_problems(
@@ -122,19 +126,11 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
             yield Problem(
                 f"{where}.{i}.sampling.temperature", "is 0, so all samples would be equal; wanted more than 0"
             )
-        for key in _of_the_other(entry, where):
-            yield Problem(f"{where}.{i}.{key}", ELSEWHERE[key])
+        for key, (default, words) in ELSEWHERE[where].items():
+            if getattr(entry, key) != default:
+                yield Problem(f"{where}.{i}.{key}", words)
         if where == "environments" and 0 < entry.group_size < least:
             yield Problem(f"{where}.{i}.group_size", f"is {entry.group_size}, and a filter compares at least {least}")
-
-
-def _of_the_other(entry: EnvironmentSection, where: str) -> Iterator[str]:
-    """Yield the keys that an entry of training has and evaluation reads, or the other way round."""
-    if where == "environments":
-        yield from ["limit"] * (entry.limit > 0) + ["samples"] * (entry.samples != 1)
-    else:
-        yield from ["group_size"] * (entry.group_size > 0) + ["weight"] * (entry.weight != 1)
-        yield from ["weight_schedule"] * bool(entry.weight_schedule)
 
 
 def _epochs(

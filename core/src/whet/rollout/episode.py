@@ -80,11 +80,9 @@ class Player(Sequences):
             return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
         except WorkerError:
             raise
-        except asyncio.CancelledError as error:
-            if (current := asyncio.current_task()) and current.cancelling():
+        except BaseException as error:  # as of an episode
+            if isinstance(error, asyncio.CancelledError) and (now := asyncio.current_task()) and now.cancelling():
                 raise
-            raise self._failure(assignment, "group_rewards", 1, error) from error
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # as of an episode
             raise self._failure(assignment, "group_rewards", 1, error) from error
 
     async def episode(self, assignment: Assignment, sample: int) -> Episode:

@@ -121,11 +121,10 @@ class EnvironmentWorker:
                 try:
                     with ungrouped():
                         end: Message = {"rewards": await run()}
-                except asyncio.CancelledError as error:
-                    if (current := asyncio.current_task()) and current.cancelling():
-                        raise
-                    end = {"failed": failure(error)}
                 except BaseException as error:  # SystemExit would end the event loop of all episodes
+                    own = asyncio.current_task()
+                    if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                        raise
                     end = {"failed": failure(error)}
             playing.tell("end", notes=list(notes), **end)
 
