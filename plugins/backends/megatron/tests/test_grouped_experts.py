@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from whet_megatron.grouped_experts import grouped, single_name
+from whet_megatron.grouped_experts import single_name
+from whet_megatron.layers import grouped
 from whet_testing.stored_weights import assert_bitwise, weights_of
 from whet_testing.three_steps import steps_of
 

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet_megatron.layers import Layers
-
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -22,11 +20,6 @@ def single_name(name: str) -> str:
     """Return the name that a parameter of grouped experts has where they are computed one after the other."""
     found = _GROUPED.fullmatch(name)
     return f"{found[1]}.local_experts.{found[3]}.{found[2]}.weight" if found else name
-
-
-def grouped(wanted: bool | str, chosen: Layers) -> bool:
-    """Return whether experts are grouped: with `auto` where Transformer Engine has a kernel for it."""
-    return chosen == "transformer-engine" if wanted == "auto" else bool(wanted)
 
 
 def plain_experts() -> Any:

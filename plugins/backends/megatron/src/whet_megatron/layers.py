@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 
 from whet.errors import ConfigError
+from whet_megatron.grouped_experts import plain_experts
 
 Layers = Literal["transformer-engine", "test"]
 INSTALL = "install it for the CUDA of this machine with `pip install 'whet-megatron[te]'`"
@@ -29,6 +30,11 @@ def choose(wanted: str, device: torch.device) -> Layers:
         words = f"backend.layers: Transformer Engine is installed and cannot load: {error}; {INSTALL}"
         raise ConfigError(words) from error
     return "transformer-engine"
+
+
+def grouped(wanted: bool | str, chosen: Layers) -> bool:
+    """Return whether experts are grouped: with `auto` where Transformer Engine has a kernel for it."""
+    return chosen == "transformer-engine" if wanted == "auto" else bool(wanted)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -57,8 +63,6 @@ def specification(chosen: Layers, config: Any, vp_stage: int | None) -> Any:
 
         found = plain_spec(config, vp_stage)
         if config.num_moe_experts is not None and config.moe_grouped_gemm:
-            from whet_megatron.grouped_experts import plain_experts
-
             for layer in found.layer_specs:
                 layer.submodules.mlp.submodules.experts = plain_experts()
     else:

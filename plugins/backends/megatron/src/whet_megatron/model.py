@@ -15,7 +15,6 @@ from whet.data.model_info import ModelInfo
 from whet_megatron import architecture, foreign, fp8, layers
 from whet_megatron.config import MegatronConfig
 from whet_megatron.experts import Experts
-from whet_megatron.grouped_experts import grouped
 from whet_megatron.groups import Ranks
 from whet_megatron.layers import Layers
 from whet_megatron.lora import Adapters
@@ -231,7 +230,7 @@ def transformer_config(
         perform_initialization=False,
         **_recompute(config),
         **(fp8.options(config.fp8) if config.fp8 else {}),
-        **(_experts(arch, grouped(config.grouped_experts, chosen)) if arch.experts else {}),
+        **(_experts(arch, layers.grouped(config.grouped_experts, chosen)) if arch.experts else {}),
     )
 
 

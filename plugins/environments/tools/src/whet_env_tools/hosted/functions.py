@@ -27,7 +27,7 @@ from attrs import frozen
 from whet.component import resolve
 from whet.errors import PluginError
 from whet_env_tools.functions import Episode
-from whet_env_tools.hosted.host import Answer
+from whet_env_tools.hosted.answer import Answer
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?)\s*:\s*$")
 _FIELD = re.compile(r"^\s*:param\s+(?:[\w\[\], ]+\s)?(\w+)\s*:\s*(.*)$")

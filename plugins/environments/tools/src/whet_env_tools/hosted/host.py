@@ -23,29 +23,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, Protocol
 
-from attrs import frozen
-
 from whet.errors import in_words
 from whet.runtime.watchdog import die_with, leave_signals_to_driver
+from whet_env_tools.hosted.answer import Answer
 
 LONGEST_LINE: Final = 1 << 24
 _MOST_TEXT: Final = 1 << 20
 """Most characters of an answer that leave this process."""
-
-
-class Broken(Exception):  # noqa: N818 - it says what the server is
-    """No further call can be answered."""
-
-
-@frozen
-class Answer:
-    """The answer of a tool."""
-
-    text: str
-    error: bool = False
-    """Whether it is the description of an error, for the model to read."""
-    state: dict[str, Any] | None = None
-    """The state of the episode after the call. None: the state has not changed."""
 
 
 class Tools(Protocol):
@@ -148,6 +132,4 @@ def _first(error: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
-    from whet_env_tools.hosted import host  # not this file, `__main__`: tools use the module's classes
-
-    host.main()
+    main()

@@ -17,7 +17,7 @@ from mcp.client import streamable_http
 from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
 
 from whet.runtime.watchdog import FAMILY
-from whet_env_tools.hosted.host import Answer, Broken
+from whet_env_tools.hosted.answer import Answer, Broken
 
 _PING_SECONDS: Final = 5.0
 _MOST_PAGES: Final = 64
