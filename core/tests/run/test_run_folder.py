@@ -278,6 +278,14 @@ def test_a_time_that_is_none_is_named(tmp_path, time):
         RunFolder(tmp_path).began()
 
 
+def test_a_run_attempt_that_resumes_knows_when_the_first_one_began(tmp_path):
+    first = RunFolder(tmp_path)
+    began = first.began()
+    assert first.began() == began
+    first.journal("opened", began=began.timestamp())
+    assert RunFolder(tmp_path).began() == began
+
+
 def test_rows_whose_step_is_no_number_do_not_end_a_rewind(tmp_path):
     run = RunFolder(tmp_path)
     rows = [{"step": 1}, {"step": "x"}, {"step": None}, {"step": []}, {"step": 2}]

@@ -64,7 +64,7 @@ def begin(prepared: Prepared, attempt: Attempt) -> Begun:
     stalls = StallMonitor(spans, folder.logs / "waits.log", config.cluster.deadlines.notice, worker_groups.cluster)
     closers.append(stalls.close)
     with spans.phase("run", "prepare"):
-        inputs = read_inputs(prepared, folder.began(), attempt.roles, spans, status, closers)
+        inputs = read_inputs(prepared, folder, attempt.roles, spans, status, closers)
         run = open_run(prepared, folder, inputs.data, inputs.training, status, attempt.again)
     info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config), run.total, run.done)
     return Begun(worker_groups, stalls, inputs, run, info, startup)
@@ -89,7 +89,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     saved = run.saved.state if run.saved else {}
     attempt.observers.load(saved.get("loggers", {}))
     components = Components(saved.get("components", {}))
-    folder.journal("opened", after_step=run.done, steps=run.total, process=os.getpid())
+    began = folder.began().timestamp()
+    folder.journal("opened", after_step=run.done, steps=run.total, process=os.getpid(), began=began)
     if inputs.data is not None:
         inputs.data.begin()
     models, sync = start_models(prepared, attempt, begun)

@@ -79,7 +79,7 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     if left or not (folder.path / "identity.json").exists():
         return None
     with closing_all([]) as closers:
-        inputs = read_inputs(prepared, folder.began(), {}, Spans(), lambda status: None, closers, evaluation=False)
+        inputs = read_inputs(prepared, folder, {}, Spans(), lambda status: None, closers, evaluation=False)
         own = run_fingerprint(config, prepared.model, inputs.data, inputs.training, prepared.models)
         if (held := held_fingerprint(folder, config.run.resume)) is not None:
             refuse_another(f"{folder.path} holds", held, own, config)

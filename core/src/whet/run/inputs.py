@@ -1,7 +1,6 @@
 """The inputs of a run: tokenizer, data files and environments. The driver prepares them while workers start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,14 @@ from whet.plugins.features import APART, chats, reader
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from whet.config.sections import DeadlinesSection, EnvironmentSection, SamplingSection
     from whet.data.spans import Spans
     from whet.interfaces.chat import Tokenizer
     from whet.interfaces.data import OfflineData
     from whet.interfaces.environment import Responder, Scorer
+    from whet.run.run_folder import RunFolder
 
 
 @frozen(eq=False)
@@ -40,15 +42,14 @@ class Inputs:
 
 
 def read_inputs(
-    prepared: Prepared, began: datetime, roles: Mapping[str, Any], spans: "Spans", status: Callable[[str], None],
+    prepared: Prepared, folder: "RunFolder", roles: Mapping[str, Any], spans: "Spans", status: Callable[[str], None],
     closers: list[Callable[[], None]], *, training: bool = True, evaluation: bool = True,
 ) -> Inputs:  # fmt: skip
     """Open the inputs of a run: of training, of evaluation, or of both.
 
-    `began` is when the run began, for chat templates. `roles` will hold the further models that environments ask, when
-    these have been started.
+    `roles` will hold the further models that environments ask, when these have been started.
     """
-    config, facts = prepared.config, prepared.roles.of(EnvironmentFacts)
+    config, facts, began = prepared.config, prepared.roles.of(EnvironmentFacts), folder.began()
 
     def chat_of(role: str) -> "Tokenizer":
         section = (config.roles[role].model if role in config.roles else None) or config.model
@@ -79,6 +80,7 @@ def read_inputs(
                 entry.split or DEFAULT_SPLIT[path],
                 *([{name: role_for(name) for name in needs}] if needs else []),
                 deadlines=config.cluster.deadlines,
+                logs=folder.logs / f"{path}.{i}",
             )
             closers.append(route.environment.close)
             yield route
@@ -104,13 +106,17 @@ def read_inputs(
 
 
 def build_route(
-    entry: "EnvironmentSection", split: str, *roles: Any, deadlines: "DeadlinesSection | None" = None
+    entry: "EnvironmentSection", split: str, *roles: Any, deadlines: "DeadlinesSection | None" = None,
+    logs: "Path | None" = None,
 ) -> Route:  # fmt: skip
-    """Build an environment, with the scorers of the roles that it asks for. Errors name the environment."""
+    """Build an environment, with the scorers of the roles that it asks for. Errors name the environment.
+
+    `logs`: folder for the logs of its processes, if it has any; None: a temporary folder.
+    """
     name = entry.name or entry.component.name
     try:
         if entry.worker is not None:
-            environment = APART.load()(entry, name, deadlines, *roles)
+            environment = APART.load()(entry, name, deadlines, *roles, logs=logs)
         else:
             environment = build_selection(entry.component, *roles)
         sampling = partial(_sampling, entry.sampling)

@@ -47,7 +47,7 @@ class RunFolder:
         """For files that need not outlast the run."""
         self.listener: Callable[[Event], None] = lambda event: None
         """Called with each event of the run, by the thread on which it happens."""
-        self._private = private_records
+        self._private, self._made = private_records, time.time()
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Event] | None = None
@@ -163,13 +163,14 @@ class RunFolder:
                     os.fsync(stream.fileno())
 
     def began(self) -> datetime:
-        """Return the time of the first run attempt, or the present time. Chat templates show this date."""
+        """Return when the first run attempt began, or when this object was made. Chat templates show this date."""
         first = next(self.events(), {})
+        seconds = first.get("began", first.get("time", self._made))
         try:
-            return datetime.fromtimestamp(first.get("time", time.time()))
+            return datetime.fromtimestamp(seconds)
         except (TypeError, ValueError, OverflowError, OSError) as error:
             raise CheckpointError(
-                f"{self.path / 'journal.jsonl'}, first line: the time {first['time']!r:.60} is no time in seconds; it "
+                f"{self.path / 'journal.jsonl'}, first line: the time {seconds!r:.60} is no time in seconds; it "
                 "is that of the run's first run attempt, and what a chat template shows of the date depends on it"
             ) from error
 
@@ -237,7 +238,7 @@ def temporary_run_folder(job: str) -> Iterator[RunFolder]:
         folder.scratch.mkdir()
         yield folder
     except Exception:
-        keeps = any(log.stat().st_size for log in folder.logs.glob("*.log"))
+        keeps = any(log.stat().st_size for log in folder.logs.rglob("*.log"))
         raise
     finally:
         shutil.rmtree(folder.scratch if keeps else folder.path, ignore_errors=True)

@@ -23,10 +23,10 @@ REGISTRY = load_plugins()
 REGISTRY.load_file(Path(__file__).parent / "apart.py")
 
 
-def made(processes=1, episode=60.0, memory_gib=0.0, **settings):
+def made(processes=1, episode=60.0, memory_gib=0.0, logs=None, **settings):
     worker = {"processes": processes, "memory_gib": memory_gib}
     section = structure({"use": "apart", "worker": worker, **settings}, EnvironmentSection, REGISTRY)
-    return RemoteEnvironment(section, "it", DeadlinesSection(episode=episode))
+    return RemoteEnvironment(section, "it", DeadlinesSection(episode=episode), logs=logs)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_episodes_are_spread_over_the_processes(remote):
 
 
 def test_a_process_that_dies_is_replaced_and_named(tmp_path):
-    environment = made(folder=str(tmp_path))
+    environment = made(folder=str(tmp_path), logs=tmp_path / "logs")
     try:
         with pytest.raises(InfrastructureError, match=r"environment 'it': .*(SIGABRT|signal 6|Aborted)"):
             played(environment, "dies")
@@ -155,6 +155,7 @@ def test_a_process_that_dies_is_replaced_and_named(tmp_path):
         assert environment.replaced == 2
     finally:
         environment.close()
+    assert "Aborted" in (tmp_path / "logs" / "environment-it-0.log").read_text()
 
 
 @pytest.mark.slow
@@ -177,6 +178,12 @@ def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing
         assert rewards["process"] != process
     finally:
         environment.close()
+
+
+def test_closing_removes_a_temporary_folder_of_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made().close()
+    assert not any(tmp_path.iterdir())
 
 
 def test_closing_ends_the_processes(no_orphans):

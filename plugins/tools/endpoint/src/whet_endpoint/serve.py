@@ -110,9 +110,7 @@ def _opened(prepared: Prepared, attempt: Attempt) -> Served:
     groups = make_worker_groups(config.cluster, "serve", [place], prepared.roles, folder.logs, closers)
     info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config))
     status = attempt.observers.status
-    inputs = read_inputs(
-        prepared, folder.began(), {}, attempt.spans, status, closers, training=False, evaluation=False
-    )  # fmt: skip
+    inputs = read_inputs(prepared, folder, {}, attempt.spans, status, closers, training=False, evaluation=False)
     generator = start(prepared, attempt, ["generator"], groups.of, info)["generator"]
     loop, failure = EpisodeLoop(), Failure()
     closers.append(loop.close)

@@ -63,18 +63,22 @@ class RemoteEnvironment:
 
     def __init__(
         self, section: "EnvironmentSection", name: str, deadlines: DeadlinesSection | None = None,
-        roles: Mapping[str, Any] | None = None,
+        roles: Mapping[str, Any] | None = None, *, logs: Path | None = None,
     ) -> None:  # fmt: skip
-        """Start the processes, and build the environment in each. Raises `WorkerError` where it cannot be built."""
+        """Start the processes, and build the environment in each. Raises `WorkerError` where it cannot be built.
+
+        `logs`: folder for what the processes write. None: a temporary one.
+        """
         self._name, self._roles = name, dict(roles or {})
         self._deadlines = deadlines or DeadlinesSection()
         worker = section.worker or WorkerSection()
         self._size, self._closed = worker.processes, False
-        self._folder = Path(tempfile.mkdtemp(prefix="whet-environment-"))
-        watchdog().guard("folder", str(self._folder))
+        self._logs, self._temporary = logs or Path(tempfile.mkdtemp(prefix="whet-environment-")), logs is None
+        if self._temporary:
+            watchdog().guard("folder", str(self._logs))
         role = f"environment-{name}"
         python = {role: str(find(worker.python))} if worker.python else {}
-        self._cluster = LocalCluster(self._folder, self._deadlines, python=python)
+        self._cluster = LocalCluster(self._logs, self._deadlines, python=python)
         try:
             group = self._cluster.worker_group(role, self._size)
             memory = int(worker.memory_gib * (1 << 30))
@@ -128,8 +132,9 @@ class RemoteEnvironment:
         if not self._closed:
             self._closed = True
             self._cluster.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            watchdog().release("folder", str(self._folder))
+            if self._temporary:
+                shutil.rmtree(self._logs, ignore_errors=True)
+                watchdog().release("folder", str(self._logs))
 
     def _final_answer(self, messages: Conversation) -> str | None:
         answer: str | None = self._ask("final_answer", list(messages), seconds=ANSWER_SECONDS)

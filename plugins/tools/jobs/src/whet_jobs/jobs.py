@@ -89,8 +89,8 @@ def evaluate(
             attempt.observers.add("progress", progress)
         roles = ["generator", *prepared.roles.asked_by("evaluation.environments")]
         prepared.refuse_elsewhere(*roles)
-        status, began = attempt.observers.status, attempt.folder.began()
-        inputs = read_inputs(prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False)
+        status, folder = attempt.observers.status, attempt.folder
+        inputs = read_inputs(prepared, folder, attempt.roles, attempt.spans, status, attempt.closers, training=False)
         generator = _start(prepared, attempt, roles)["generator"]
         endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry, prepared.roles.extras)
         result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()
