@@ -48,12 +48,10 @@ def test_a_module_that_never_was_is_not_found() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "today"),
     [
-        ("traffic", "fault_of", "channel"),
         ("traffic", "Line", "channel"),
         ("process", "last_words", "last_words"),
         ("process", "printable", "last_words"),
         ("call", "Call", "connection"),
-        ("hosts", "RpcSettings", "workers"),
     ],
 )
 def test_a_name_that_moved_between_modules_leads_on_with_a_warning(module: str, name: str, today: str) -> None:

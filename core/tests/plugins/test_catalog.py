@@ -104,13 +104,3 @@ def test_a_config_that_lacks_several_ends_with_one_command_for_all(offers: Any, 
 )
 def test_a_bundle_is_named_where_it_brings_at_most_one_more(wanted: list[str], command: str) -> None:
     assert whet.plugins.catalog.catalog().command(wanted) == command
-
-
-def test_a_name_may_mean_several_things() -> None:
-    titles = whet.plugins.catalog.catalog().titles
-    assert list(titles("spiral")) == [("algorithms/spiral", "whet-far")]
-    assert list(titles("losses/hinge")) == [("losses/hinge", "whet-far")]
-    assert [title for title, _ in titles("whet-far")] == [
-        "losses/hinge", "algorithms/spiral", "generators/fast"
-    ]  # fmt: skip
-    assert list(titles("clip")) == [("losses/clip", "whet-offers")]

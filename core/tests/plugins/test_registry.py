@@ -12,7 +12,7 @@ from whet.component import Selection, resolve
 from whet.config.sections import selection
 from whet.config.structure import structure, unstructure
 from whet.errors import PluginError
-from whet.plugins.registry import Registry, load_plugins, validate
+from whet.plugins.registry import Registry, load_plugins, new_manager, register
 
 LOGGER = """
     from attrs import frozen
@@ -258,5 +258,5 @@ def test_an_object_with_hooks_that_would_replace_training_is_refused_by_its_name
             return (yield)
 
     with pytest.raises(PluginError, match="the hook 'fast' of whet-fast: its whet_run would replace that of core"):
-        validate(Replacing(), "the hook 'fast' of whet-fast: its")
-    validate(Wrapping())
+        register(new_manager(), Replacing(), whose="the hook 'fast' of whet-fast: its")
+    register(new_manager(), Wrapping())

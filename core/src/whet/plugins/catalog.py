@@ -6,7 +6,7 @@ from the plugins' own data.
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from attrs import frozen
@@ -40,13 +40,6 @@ class Catalog:
     def near(self, kind: str, name: str) -> str | None:
         """Return the component of a kind that was probably meant. None: no name is close."""
         return nearest(name, self.components.get(kind, {}))
-
-    def titles(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield KIND/NAME and distribution of all that a name may mean: a component, KIND/NAME, a distribution."""
-        for kind, owners in self.components.items():
-            for component, owner in owners.items():
-                if name in (component, f"{kind}/{component}", owner):
-                    yield f"{kind}/{component}", owner
 
     def bundle(self, wanted: Iterable[str]) -> str | None:
         """Return the smallest bundle that holds all of these distributions, or None.

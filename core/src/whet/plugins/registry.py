@@ -150,19 +150,14 @@ class Registry:
         """Return the problems that the `whet_check_config` of every plugin finds. A plugin whose hook fails becomes
         broken.
         """
-        plugins = [(key, self.manager.get_plugin(key)) for key in self._sources]
         return [
-            problem
-            for key, plugin in plugins
-            for problem in self._ask(key, plugin, "whet_check_config", Problem, config=config)
+            problem for key in self._sources for problem in self._ask(key, "whet_check_config", Problem, config=config)
         ]
 
     def targets(self, hook: str) -> dict[str, str]:
         """Return the import paths that plugins name by a hook, by distribution. A plugin that fails is broken."""
         return {
-            source.distribution: target
-            for key, source in self._sources.items()
-            for target in self._ask(key, self.manager.get_plugin(key), hook, str)
+            source.distribution: target for key, source in self._sources.items() for target in self._ask(key, hook, str)
         }
 
     def load_file(self, path: Path) -> None:
@@ -175,21 +170,19 @@ class Registry:
         """Load one plugin, which the manager names `key`. A broken one is recorded."""
         try:
             plugin = load()
-            _register(self.manager, plugin, key)
+            register(self.manager, plugin, key)
         except (Exception, SystemExit) as error:  # a command that works without the plugin must not fail
             self.broken.append(_broken(source, _reason(error), error=error))
             return
         self._sources[key] = source
         for kind in KINDS:
-            for component in self._ask(key, plugin, f"whet_{kind}", Component, kind):
+            for component in self._ask(key, f"whet_{kind}", Component, kind):
                 self._add(kind, component, plugin, source)
 
-    def _ask(
-        self, key: str, plugin: Any, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any
-    ) -> list[Any]:
+    def _ask(self, key: str, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any) -> list[Any]:
         """Call a hook of one plugin. Return the valid items, and record the others as broken."""
         good, bad = list[Any](), list[Broken]()
-        source = self._sources[key]
+        source, plugin = self._sources[key], self.manager.get_plugin(key)
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             if implementation.plugin is not plugin:
                 continue
@@ -293,13 +286,11 @@ def other_core(requirements: Iterable[str]) -> str | None:
     return None
 
 
-def validate(plugin: Any, whose: str = "its") -> None:
-    """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own."""
-    _register(new_manager(), plugin, None, whose)
+def register(manager: pluggy.PluginManager, plugin: Any, key: str | None = None, whose: str = "its") -> None:
+    """Register a plugin, or raise and leave the manager as it was.
 
-
-def _register(manager: pluggy.PluginManager, plugin: Any, key: str | None, whose: str = "its") -> None:
-    """Register a plugin, or raise what `validate` raises and leave the manager as it was."""
+    Raises `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own.
+    """
     before = manager.is_registered(plugin)
     try:
         manager.register(plugin, name=key)

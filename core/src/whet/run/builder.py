@@ -25,7 +25,7 @@ from whet.interfaces.state import Components
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.features import RECORDER
-from whet.plugins.registry import validate
+from whet.plugins.registry import register
 from whet.run import checkpoint
 from whet.run.background import Background
 from whet.run.colocation import Turns
@@ -78,8 +78,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     manager = prepared.loaded.registry.manager
     for chosen in config.hooks:
         hooks = build_selection(chosen, begun.info)
-        validate(hooks, f"the hook {chosen.name!r} of {chosen.distribution}: its")
-        manager.register(hooks)
+        register(manager, hooks, whose=f"the hook {chosen.name!r} of {chosen.distribution}: its")
         attempt.closers.append(partial(manager.unregister, hooks))
     if attempt.again:
         attempt.observers.rewind(run.saved.step if run.saved else -1)

@@ -279,7 +279,7 @@ class Connection:
 
     def last_words(self) -> str:
         """Return the end of the process's log and the stacks of its busy threads."""
-        return "\n".join(filter(None, (self._words(), self._stacks())))
+        return "\n".join(filter(None, (last_words(self._log, self._log_begin), self._stacks())))
 
     def end_overdue(self, standstill: str, words: str) -> None:
         """Fail the calls that have missed their deadlines, and end their processes."""
@@ -316,14 +316,11 @@ class Connection:
         begin = self._log.stat().st_size if self._log.exists() else 0
         self.process.show_stacks()
         time.sleep(_PATIENCE_FOR_STACKS)
-        # A call that fails meanwhile writes its traceback after the stacks; `_words` has the whole of it.
+        # A call that fails meanwhile writes its traceback after the stacks; the words before have the whole of it.
         written = last_words(self._log, begin, lines=1000).partition(TRACEBACK)[0].rstrip()
         threads = [thread.splitlines() for thread in written.split("\n\n")]
         busy = [lines for lines in threads if not any(place in line for place in _IDLE for line in lines[1:2])]
         return "\n".join(line for lines in busy for line in lines[:_DEEPEST_STACK])
-
-    def _words(self) -> str:
-        return last_words(self._log, self._log_begin)
 
     def _live(self) -> None:
         try:
@@ -363,7 +360,7 @@ class Connection:
         self._gone.set()
 
     def _ended(self, call: Call) -> WorkerError:
-        words = self._words()
+        words = last_words(self._log, self._log_begin)
         return call.error(self._cause, words) if self._left else call.lost(self._cause, words, self._loss)
 
     def _hear(self) -> None:

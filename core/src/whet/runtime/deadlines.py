@@ -14,8 +14,6 @@ _PATIENCE_FOR_WORDS = 1.5
 """How long to wait for the logs and stacks of processes that missed a deadline; enough for one on another node."""
 _STOOD_STILL_SECONDS = 1.0
 """If a check is this late, the whole driver stood still, and did not receive what processes sent meanwhile."""
-_LONGEST_WAIT_SECONDS = 3600.0
-"""A wait on a lock has a maximal length, so deadlines are checked again after this time."""
 
 
 class DeadlineWatch:
@@ -60,7 +58,7 @@ class DeadlineWatch:
             alarm.at = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
             wait = alarm.at - time.monotonic()
             if wait > 0 and not self._stopped:
-                alarm.changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
+                alarm.changed.wait(min(wait, threading.TIMEOUT_MAX))
             if self._stopped:
                 return
             connections = list(self._connections)

@@ -23,8 +23,6 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from attrs import frozen
-
 from whet.errors import WhetError
 from whet.runtime.channel import receive, send
 from whet.runtime.watchdog import die_with, kill_group, leave_signals_to_driver
@@ -34,16 +32,6 @@ from whet.runtime.worker_process import host_workers, import_ahead, import_from
 _ORDER_SECONDS: Final = 10.0
 _LARGEST_ORDER: Final = 1 << 16
 _PR_SET_NAME: Final = 15
-
-
-@frozen
-class Order:
-    """The task of a process that was just forked."""
-
-    connection: socket.socket
-    """The connection to the driver."""
-    name: str
-    """`ROLE-RANK`."""
 
 
 class ForkServer:
@@ -57,8 +45,8 @@ class ForkServer:
         self._ends: dict[int, tuple[int, int]] = {}  # descriptor of a process -> its id, descriptor of its line
         self._waiting.register(driver, select.POLLIN)
 
-    def serve(self) -> Order | None:
-        """Serve until the driver is gone, then return None. In a forked process, return its order."""
+    def serve(self) -> tuple[socket.socket, str] | None:
+        """Serve until the driver is gone, then return None. In a forked process, return its connection and name."""
         while True:
             for descriptor, _ in self._waiting.poll():
                 if descriptor == self._driver.fileno():
@@ -68,8 +56,8 @@ class ForkServer:
                     self._ended(descriptor)
                 elif descriptor in self._pids:
                     self._leave(descriptor)
-                elif descriptor in self._lines and (order := self._fork(descriptor)) is not None:
-                    return order
+                elif descriptor in self._lines and (forked := self._fork(descriptor)) is not None:
+                    return forked
 
     def _welcome(self) -> bool:
         """Take a new line from the driver. Return whether the driver is still there."""
@@ -87,29 +75,21 @@ class ForkServer:
             send(line, encode({"threads": threads()}))
         return True
 
-    def _fork(self, descriptor: int) -> Order | None:
-        """Take an order and fork. Return the order in the new process, and None in the server."""
-        line = self._lines[descriptor]
-        try:
+    def _fork(self, descriptor: int) -> tuple[socket.socket, str] | None:
+        """Take an order and fork. Return connection and name in the new process, and None in the server."""
+        line, given, me, pid = self._lines[descriptor], list[int](), os.getpid(), -1
+        with suppress(OSError, EOFError, WhetError):  # the processes that were forked before continue
             _, given, _, _ = socket.recv_fds(line, 1, 2)
-            if len(given) != 2:
-                raise EOFError
             said = decode(receive(line, _LARGEST_ORDER, time.monotonic() + _ORDER_SECONDS))
-        except (OSError, EOFError, WhetError):
-            self._leave(descriptor)
-            return None
-        me = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError:  # the processes that were forked before continue
-            for theirs in given:
-                os.close(theirs)
-            self._leave(descriptor)
-            return None
+            if len(given) == 2:
+                pid = os.fork()
         if pid == 0:
             return self._become(said, me, *given)
         for theirs in given:
             os.close(theirs)
+        if pid < 0:
+            self._leave(descriptor)
+            return None
         try:
             end = os.pidfd_open(pid)
         except OSError:
@@ -123,8 +103,8 @@ class ForkServer:
         self._say(descriptor, {"pid": pid})
         return None
 
-    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int) -> Order:
-        """Become an independent process, and return its order."""
+    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int) -> tuple[socket.socket, str]:
+        """Become an independent process, and return its connection to the driver and its name, `ROLE-RANK`."""
         os.setsid()
         die_with(parent)
         for target in (1, 2):
@@ -138,7 +118,7 @@ class ForkServer:
         os.environ.update(said["environment"])
         words = [*sys.orig_argv[:-4], "whet.runtime.worker_process", *sys.orig_argv[-3:-1], said["name"]]
         show_command(words, said["name"])
-        return Order(socket.socket(fileno=connection), said["name"])
+        return socket.socket(fileno=connection), said["name"]
 
     def _ended(self, end: int) -> None:
         """Send the exit code of a process over its line. The zombie keeps the process id until the line is closed."""
@@ -199,9 +179,9 @@ def main() -> None:
     import_from(wanted["path"], wanted["add"])
     import_ahead(wanted["modules"])
     send(driver, encode({"imported": time.time()}))
-    order = ForkServer(driver).serve()
-    if order is not None:
-        host_workers(order.connection, order.name)
+    forked = ForkServer(driver).serve()
+    if forked is not None:
+        host_workers(*forked)
 
 
 if __name__ == "__main__":

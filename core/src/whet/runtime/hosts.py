@@ -62,11 +62,6 @@ class HostProcess(Protocol):
         """Return the process id on its machine; 0 before the start."""
         ...
 
-    @property
-    def node(self) -> str:
-        """Return the name of its machine, once that is known."""
-        ...
-
     def line(
         self,
         traffic: Traffic,
@@ -154,11 +149,4 @@ class Launcher(Protocol):
         ...
 
 
-__getattr__ = leading_on(
-    __name__,
-    {
-        "Call": "whet.runtime.connection",
-        "InFlightCall": "whet.runtime.connection",
-        "RpcSettings": "whet.runtime.workers",
-    },
-)
+__getattr__ = leading_on(__name__, {"Call": "whet.runtime.connection"})

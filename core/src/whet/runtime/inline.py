@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from whet.component import resolve
 from whet.errors import WhetError, WorkerError, in_words
@@ -32,11 +32,10 @@ class InlineWorkerGroup:
     size: int = 1
     threads: int = 1
     device: str = "cpu"
-    host_groups: tuple[str, ...] = field(init=False)
-    """The name of this process, once for each rank."""
 
-    @host_groups.default
-    def _this_process(self) -> tuple[str, ...]:
+    @property
+    def host_groups(self) -> tuple[str, ...]:
+        """Return the name of this process, once for each rank."""
         return ("inline",) * self.size
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> "InlineWorkers":

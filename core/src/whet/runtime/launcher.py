@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
@@ -121,12 +120,10 @@ class Cluster:
                 process = self.launcher.process(host, self._group(name), log)
                 found = Connection(name, log, process, self.deadline_watch.alarm, self.traffic)
                 self.deadline_watch.watch(found)
-                core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
-                found.tell({**core, **self.launcher.import_folders(host)})
+                found.tell({"core": CORE_VERSION, "wire": WIRE_FORMAT, **self.launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
-                    found.expect_heartbeats(
-                        self._deadlines.heartbeat, sum(g.size for g in self._worker_groups.values())
-                    )
+                    processes = sum(group.size for group in self._worker_groups.values())
+                    found.expect_heartbeats(self._deadlines.heartbeat, processes)
                 self._connections[name] = found
             return found
 
@@ -194,9 +191,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sharing(self, role: str) -> tuple[str, ...]:

@@ -129,9 +129,6 @@ class LocalLauncher:
 class LocalProcess:
     """A child of the driver. See `HostProcess`."""
 
-    node = ""
-    """Empty: the process is on the driver's machine."""
-
     def __init__(
         self, name: str, environment: Mapping[str, str], log: Path, python: str = "", server: ForkServer | None = None
     ) -> None:

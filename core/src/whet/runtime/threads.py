@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 MOST_IN_A_ROW = 50
 PAUSE_SECONDS = 0.05
 """Seconds to sleep after an item that raised, so that a permanent fault does not use a whole core."""
-MOST_REPORTS = 100
-"""Errors that one guard logs; later ones are not logged."""
 
 
 class Guard:
@@ -52,7 +50,7 @@ class Guard:
     def report(self, error: Exception) -> None:
         """Log an error, unless an error of the same type from the same place was logged before."""
         found = (type(error).__name__, place_of(error))
-        if found not in self._told and len(self._told) < MOST_REPORTS:
+        if found not in self._told:
             self._told.add(found)
             with suppress(Exception):  # the log itself may be closed or broken
                 log.error("the thread %s goes on after an error: %s", self._thread, in_words(error))

@@ -103,4 +103,4 @@ class Traffic:
                 self.guard.report(error)
 
 
-__getattr__ = leading_on(__name__, {"Line": "whet.runtime.channel", "fault_of": "whet.runtime.channel"})
+__getattr__ = leading_on(__name__, {"Line": "whet.runtime.channel"})

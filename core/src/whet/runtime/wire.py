@@ -359,10 +359,9 @@ def _array(spec: Any, buffer: Buffer) -> np.ndarray[Any, Any]:
     if name not in DTYPES or not all(type(size) is int and size >= 0 for size in shape):
         raise WireError(f"a message is damaged: there are no arrays of {spec!r:.80}")
     dtype, found = DTYPES[name], memoryview(buffer).nbytes
-    if math.prod(shape) * dtype.itemsize != found:
-        raise WireError(
-            f"a message is damaged: {spec!r:.80} needs {math.prod(shape) * dtype.itemsize} bytes, not {found}"
-        )
+    wanted = math.prod(shape) * dtype.itemsize
+    if wanted != found:
+        raise WireError(f"a message is damaged: {spec!r:.80} needs {wanted} bytes, not {found}")
     return np.ndarray(shape, dtype, buffer)
 
 

@@ -135,5 +135,7 @@ def test_a_command_of_a_distribution_is_found_and_listed(alone: Any, install: An
 
 def test_only_what_is_not_installed_is_elsewhere(offers: Any, install: Any) -> None:
     assert list(elsewhere(offers, "algorithms/dpo")) == [("algorithms/dpo", "whet-dpo")]
+    assert {("algorithms/dpo", "whet-dpo"), ("losses/dpo", "whet-dpo")} <= set(elsewhere(offers, "dpo"))
+    assert {owner for _, owner in elsewhere(offers, "whet-dpo")} == {"whet-dpo"}
     install("whet-dpo", {"dpo_hooks": "1 / 0"})
     assert list(elsewhere(load_plugins(), "algorithms/dpo")) == [], "a broken plugin is here"

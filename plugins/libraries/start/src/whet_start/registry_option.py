@@ -28,4 +28,7 @@ def load_registry(config: str | None) -> Registry:
 
 def elsewhere(registry: Registry, name: str) -> Iterator[tuple[str, str]]:
     """Yield KIND/NAME and distribution of everything that a name may mean in the catalog and that is not installed."""
-    yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in registry.here)
+    for kind, owners in catalog().components.items():
+        for component, owner in owners.items():
+            if name in (component, f"{kind}/{component}", owner) and owner not in registry.here:
+                yield f"{kind}/{component}", owner

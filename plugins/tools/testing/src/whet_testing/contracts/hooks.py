@@ -18,7 +18,7 @@ from whet.data.batch import Batch
 from whet.errors import WorkerError
 from whet.interfaces.logger import RunInfo
 from whet.interfaces.workers import WorkerRank
-from whet.plugins.registry import new_manager, validate
+from whet.plugins.registry import new_manager, register
 from whet.run.observers import Observers
 from whet.run.run_folder import RunFolder
 from whet.runtime.inline import InlineWorkerGroup
@@ -93,7 +93,7 @@ class HooksContract:
         return Observers(manager, RunFolder(run.folder)).hooks
 
     def test_every_hook_is_one_that_whet_knows_and_none_replaces_that_of_core(self, run: RunInfo) -> None:
-        validate(self.make(run))
+        register(new_manager(), self.make(run))
 
     def test_every_function_with_the_name_of_a_hook_is_marked(self, run: RunInfo) -> None:
         made = self.make(run)
