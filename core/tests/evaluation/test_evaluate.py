@@ -169,6 +169,17 @@ def test_where_everything_fails_there_is_no_number() -> None:
         judged(Route("fragile", Fragile(set(range(6))), "test"))
 
 
+def test_where_every_comparison_of_a_group_fails_its_error_is_named() -> None:
+    class Comparing(Fragile):
+        async def group_rewards(self, task: Task, episodes: Any) -> Any:
+            raise KeyError("judge")
+
+    with pytest.raises(
+        WhetError, match=r"evaluation of 'fragile': every episode failed; the last: .*KeyError: 'judge'"
+    ):
+        judged(Route("fragile", Comparing(set()), "test", samples=2))
+
+
 def test_a_dead_worker_ends_it_and_cancels_the_rest() -> None:
     class Dying(FakeGenerator):
         async def generate(self, request: Request) -> Completion:

@@ -671,6 +671,30 @@ def test_each_environment_has_its_own_group_size_and_sampling():
     assert batch["loss_mask"].sum() == sum(len(request) for request in batch_responses(batch))
 
 
+class Broken(SingleTurn):
+    """Has a curriculum that fails from its second group on."""
+
+    asked = 0
+
+    def difficulty(self) -> float:
+        self.asked += 1
+        return 1.0 / (self.asked == 1)
+
+    def adapted(self, task: Task, difficulty: float) -> Task:
+        return task
+
+    def observe(self, groups: Any) -> None:
+        pass
+
+
+def test_a_curriculum_that_fails_ends_the_stream_at_once() -> None:
+    route = Route("hill", Broken({"train": [Task("q")]}, {"correct": correct}), "train")
+    failed = pytest.raises(WhetError, match="the curriculum of environment 'hill' failed: ZeroDivisionError")
+    with stream(FakeGenerator("a", delay_seconds=3600.0), [route]) as made, failed:
+        made.take(4)
+    assert route.environment.asked == 2
+
+
 def batch_responses(batch: Batch) -> list[Any]:
     """Return the tokens that the model produced, by sequence."""
     ends = np.cumsum(batch["lengths"])

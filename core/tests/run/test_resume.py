@@ -38,7 +38,7 @@ def fingerprint(tiny_model_folder: Path) -> Any:
         data = reader().open(
             section, tokenizer, 0, 0, lambda text: None, encode=None, names={}, epochs=None, timed=nullcontext
         )
-        return run_fingerprint(config, read_model(tiny_model_folder), data, [])
+        return run_fingerprint(config, read_model(tiny_model_folder), data, [], {})
 
     return identify
 
@@ -68,7 +68,7 @@ def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, 
             RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
             backend=backend,
         )  # fmt: skip
-        return run_fingerprint(config, read_model(tiny_model_folder), None, [])
+        return run_fingerprint(config, read_model(tiny_model_folder), None, [], {})
 
     moved, other = (shutil.copytree(tiny_model_folder, tmp_path / name) for name in ("moved", "other"))
     with (other / "config.json").open("a") as file:

@@ -8,6 +8,7 @@ The task is the unit everywhere: samples of one task are not independent of each
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 from attrs import frozen
@@ -172,7 +173,13 @@ def t_quantile(degrees: int, inside: float = 0.95) -> float:
     by 26.7.5, whose error is below 1e-9 there.
     """
     if degrees > 200:
-        return _t_far(degrees, inside)
+        x, v = NormalDist().inv_cdf((1 + inside) / 2), degrees
+        return (
+            x
+            + (x**3 + x) / (4 * v)
+            + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * v**2)
+            + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * v**3)
+        )
     low, high = 0.0, math.pi / 2
     for _ in range(80):
         middle = (low + high) / 2
@@ -189,15 +196,3 @@ def _t_inside(angle: float, degrees: int) -> float:
         term *= cosine * cosine * i / (i + 1)
     within = math.sin(angle) * series
     return (angle + within) * 2 / math.pi if odd else within
-
-
-def _t_far(degrees: int, inside: float) -> float:
-    from statistics import NormalDist
-
-    x, v = NormalDist().inv_cdf((1 + inside) / 2), degrees
-    return (
-        x
-        + (x**3 + x) / (4 * v)
-        + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * v**2)
-        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * v**3)
-    )

@@ -65,7 +65,7 @@ def evaluate(
         turn = with_stop_tokens(route.sampling(sampling), chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
-            answers=True, endpoints=opened_by, training=False,
+            endpoints=opened_by, training=False,
         )  # fmt: skip
 
     try:
@@ -114,10 +114,10 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
     played = await gather_or_cancel(
         one(assignment, sample) for assignment in assignments for sample in range(route.samples)
     )
-    if not any(played):
-        raise WhetError(f"evaluation of {route.name!r}: every episode failed; the last: {failures[-1]}") from failures[
-            -1
-        ]
     samples = [played[i * route.samples : (i + 1) * route.samples] for i in range(len(assignments))]
     found = [[episode for episode in of_task if episode is not None] for of_task in samples]
-    return route, tuple(await gather_or_cancel(map(compared, assignments, found))), tuple(failures)
+    groups = tuple(await gather_or_cancel(map(compared, assignments, found)))
+    if not any(groups):
+        last = failures[-1]
+        raise WhetError(f"evaluation of {route.name!r}: every episode failed; the last: {last}") from last
+    return route, groups, tuple(failures)

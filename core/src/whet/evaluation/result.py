@@ -108,7 +108,7 @@ class EvaluationResult:
         files = {}
         for result in self.environments:
             files[f"{label}{result.name}.jsonl"] = result.records
-            files[f"tasks/{label}{result.name}.jsonl"] = tuple(task.row() for task in result.tasks)
+            files[f"tasks/{label}{result.name}.jsonl"] = tuple(asdict(task) for task in result.tasks)
         return files
 
     @property

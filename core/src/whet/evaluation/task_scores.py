@@ -5,11 +5,10 @@ group of a task -> TaskScore: rewards, pass@k, maj@k of the task -> figures: mea
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from statistics import fmean
 
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 
 from whet.data.records import Episode, Task
 from whet.evaluation.estimators import Estimate, estimate, majority_at, pass_at
@@ -39,10 +38,6 @@ class TaskScore:
     values: Mapping[str, float]
     """Value of each figure for which enough episodes succeeded."""
 
-    def row(self) -> dict[str, Any]:
-        """Return the score as builtins."""
-        return asdict(self)
-
 
 def score(position: int, task: Task, episodes: Sequence[Episode], wanted: int, scoring: Scoring) -> TaskScore:
     """Return the score of a task of which `wanted` samples were played. pass@k and maj@k need k successful episodes."""
@@ -59,9 +54,9 @@ def _values(episodes: Sequence[Episode], passes: int, answers: Answers, scoring:
     if scoring.unanswered_vote and abstained:
         votes, abstained = [*votes, (abstained, 0)], 0
     return {
-        **{name: _mean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)},
-        TOTAL: _mean([episode.reward for episode in episodes]),
-        LENGTH: _mean([response_length(episode) for episode in episodes]),
+        **{name: fmean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)},
+        TOTAL: fmean([episode.reward for episode in episodes]),
+        LENGTH: fmean([response_length(episode) for episode in episodes]),
         **{f"pass@{k}": pass_at(k, count, passes) for k in scoring.pass_at if k <= count},
         **{f"maj@{k}": majority_at(k, votes, abstained) for k in scoring.majority_at if k <= count},
     }
@@ -114,7 +109,3 @@ def _is_share(name: str, episodes: Sequence[Episode]) -> bool:
         return all(episode.reward in (0.0, 1.0) for episode in episodes)
     named = [episode.rewards[name] for episode in episodes if name in episode.rewards]
     return all(value in (0.0, 1.0) for value in named)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -41,8 +41,6 @@ class Player(Sequences):
     """Limit of one attempt at an episode, all its turns included."""
     infrastructure_retries: int = 0
     """How often an episode is played again whose infrastructure failed."""
-    answers: bool = False
-    """Whether to ask each environment for the answer of an episode, if the environment has such a method."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
     """For each environment, the check that ends a run if all first episodes fail. Filled while playing."""
 
@@ -94,7 +92,8 @@ class Player(Sequences):
         hangs a grader), so all further attempts have fresh randomness. If a request may be the reason why replicas
         die, its episode is not played again. `WorkerError` and `BrokenEnvironment` are raised at once.
         """
-        fail_fast = self._fail_fast_of(assignment.route.name)
+        name = assignment.route.name
+        fail_fast = self.fail_fast.setdefault(name, FailFast(name))
         attempt, failures = 0, Counter[str]()
         cause: BaseException
         while True:
@@ -125,9 +124,6 @@ class Player(Sequences):
             await fail_fast.before_another()
             if kind == "infrastructure":
                 await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures[kind] - 1), LONGEST_PAUSE_SECONDS))
-
-    def _fail_fast_of(self, environment: str) -> FailFast:
-        return self.fail_fast.setdefault(environment, FailFast(environment))
 
     def _failure(self, assignment: Assignment, what: str, failures: int, cause: BaseException) -> EpisodeFailed:
         times = f"{failures} times" if failures > 1 else "once"
@@ -167,7 +163,7 @@ class Player(Sequences):
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.plain) for message in sequences[0].messages),
             task_id=assignment.task.id,
-            answer=stated_answer(route.environment, sequences[0].messages) if self.answers else None,
+            answer=None if self.training else stated_answer(route.environment, sequences[0].messages),
             undecided=tuple(undecided),
             gold=gold_answer(assignment.task),
             difficulty=assignment.difficulty,

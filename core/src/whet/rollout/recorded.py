@@ -87,7 +87,7 @@ class Sequences:
     purpose: str
     """Keeps the randomness of training and evaluation apart."""
     training: bool = field(default=True, kw_only=True)
-    """Whether the episodes are trained on."""
+    """Whether the episodes are trained on. Other episodes state their final answers, if their environment can."""
     gate: Gate = field(factory=Gate, kw_only=True)
     """The gate that requests pass on their way to the generator."""
     endpoints: Endpoints = field(factory=InstalledEndpoints, kw_only=True)

@@ -25,9 +25,8 @@ class RoleResponder:
     """Writes responses with the generator of a role. Obeys `whet.interfaces.environment.Responder`."""
 
     def __init__(
-        self, generator: "Callable[[], Generator]", chat: "Callable[[], Chat]", max_tokens: int,
-        longest: int = 0, role: str = "judge",
-    ) -> None:  # fmt: skip
+        self, generator: "Callable[[], Generator]", chat: "Callable[[], Chat]", max_tokens: int, longest: int, role: str
+    ) -> None:
         """Take functions that return the parts, which are made after the environments.
 
         `max_tokens`: longest response without another limit. `longest`: positions of the model; 0: unknown.

@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import frozen
 
 from whet.data.batch import from_sequences
 from whet.data.messages import Message, conversation
 from whet.errors import DataError
-from whet.interfaces.environment import Scorer as Scorer
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -41,21 +39,11 @@ def whole(tokens: Any) -> dict[str, Any]:
     return {"tokens": tokens, "loss_mask": mask}
 
 
-@frozen(eq=False)
-class _Asked:
-    tokens: Any
-    answer: "asyncio.Future[float]"
-
-
 class RoleScorer:
     """Scores with the backend of a role, one batch after the other, on a thread of its own."""
 
     def __init__(
-        self,
-        backend: "Callable[[], Backend]",
-        chat: "Callable[[], Tokenizer]",
-        longest: int = 0,
-        role: str = "judge",
+        self, backend: "Callable[[], Backend]", chat: "Callable[[], Tokenizer]", longest: int, role: str
     ) -> None:
         """Take functions that return the parts, which are made after the environments.
 
@@ -63,7 +51,7 @@ class RoleScorer:
         """
         self._backend, self._chat, self._longest, self._role = backend, chat, longest, role
         self._cut = 0
-        self._waiting: list[_Asked] = []
+        self._waiting: list[tuple[Any, asyncio.Future[float]]] = []
         self._serving: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "whet-scorer")
 
@@ -72,11 +60,11 @@ class RoleScorer:
         cut.
         """
         tokens = self._fitted(self._chat().training(conversation(messages)).tokens, cut)
-        asked = _Asked(tokens, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tokens, answer))
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
-        return await asked.answer
+        return await answer
 
     def _fitted(self, tokens: Any, cut: bool) -> Any:
         """Return the tokens, cut to their end if they are too many. Raises `DataError` if `cut` is false."""
@@ -101,19 +89,19 @@ class RoleScorer:
         await asyncio.sleep(0)  # requests made in this iteration of the loop join the batch
         while self._waiting:
             now, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
+            tokens = [one for one, _ in now]
             try:
-                values = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, now)
+                values = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, tokens)
             except Exception as error:
-                for asked in now:
-                    if not asked.answer.done():
-                        asked.answer.set_exception(error)
+                for _, answer in now:
+                    if not answer.done():
+                        answer.set_exception(error)
                 continue
-            for asked, value in zip(now, values, strict=True):
-                if not asked.answer.done():
-                    asked.answer.set_result(value)
+            for (_, answer), value in zip(now, values, strict=True):
+                if not answer.done():
+                    answer.set_result(value)
 
-    def _score(self, asked: Sequence[_Asked]) -> list[float]:
-        tokens = [one.tokens for one in asked]
+    def _score(self, tokens: Sequence[Any]) -> list[float]:
         batch = from_sequences([whole(one) for one in tokens], prompt_lengths=[len(one) for one in tokens])
         values = self._backend().score(batch, ("values",))["values"]
         ends = np.cumsum(batch["lengths"]) - 1

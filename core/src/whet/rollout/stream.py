@@ -216,8 +216,8 @@ class RolloutStream:
                     raise self._fatal
                 if (chosen := self._pacing.choose(self._slots, size, self._takes + 1)) is not None:
                     break
-                self._admit()
                 self._changed.clear()
+                self._admit()
                 await self._changed.wait()
         finally:
             self._taking = False
@@ -245,11 +245,13 @@ class RolloutStream:
         if self._fatal is not None or (self._section.max_staleness == 0 and self._running):
             return
         for _ in range(self._pacing.room(self._slots, self._size, self._taking)):
-            slot = self._next_slot()
+            if (slot := self._next_slot()) is None:
+                return
             self._slots.append(slot)
             self._running[slot.index] = asyncio.get_running_loop().create_task(self._play(slot))
 
-    def _next_slot(self) -> Slot:
+    def _next_slot(self) -> Slot | None:
+        """Return the next group; None: the curriculum of its environment failed."""
         while (index := sum(self._admitted)) in self._skipped:
             self._skipped.discard(index)
             self._beyond[index] = self._next_route()
@@ -257,8 +259,8 @@ class RolloutStream:
         route = self._next_route()
         name, tasks = self._routes[route].name, self._tasks[route]
         task = shuffled(self._seed, f"tasks of {name}", position[route], len(tasks))
-        due = self._pacing.due(self._takes, self._taking)
-        return Slot(index, route, task, due, step=self._version, difficulty=self._curricula.difficulty(route))
+        due, difficulty = self._pacing.due(self._takes, self._taking), self._curricula.difficulty(route)
+        return Slot(index, route, task, due, step=self._version, difficulty=difficulty) if self._fatal is None else None
 
     def _next_route(self) -> int:
         route = self._shares.next(self._admitted, self._version)

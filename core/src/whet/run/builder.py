@@ -29,9 +29,8 @@ from whet.plugins.registry import register
 from whet.run import checkpoint
 from whet.run.background import Background
 from whet.run.colocation import Turns
-from whet.run.evaluator import make_evaluator
 from whet.run.handles import BackendHandle, TimedRollouts, timed
-from whet.run.inputs import read_inputs
+from whet.run.inputs import make_evaluator, read_inputs
 from whet.run.interrupts import announce
 from whet.run.models import Attempt, Begun, Models, start_models
 from whet.run.resume import open_run

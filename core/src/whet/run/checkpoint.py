@@ -101,8 +101,8 @@ def _removed(partial: Path) -> Iterator[None]:
 def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> None:
     """Delete all but the newest `keep` checkpoints and the best; a `keep` of 0 keeps all."""
     if keep:
-        kept = {step for step, _ in _folders(run)[:keep]} | ({*ranking(run, best)[: best.count]} if best else set())
-        for folder in [folder for step, folder in _folders(run) if step not in kept]:
+        kept = {step for step, _ in folders(run)[:keep]} | ({*ranking(run, best)[: best.count]} if best else set())
+        for folder in [folder for step, folder in folders(run) if step not in kept]:
             partial = folder.with_name(folder.name + PARTIAL)  # a half-deleted one must not look damaged
             with suppress(OSError):
                 folder.rename(partial)
@@ -112,7 +112,7 @@ def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> N
 def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
     """Return the steps of the checkpoints that have the metric, the best first. Their files are not checked."""
     sign, found = (1 if best.mode == "min" else -1), list[tuple[float, int]]()
-    for step, folder in _folders(run):
+    for step, folder in folders(run):
         with suppress(*_UNREADABLE):
             value = json.loads((folder / STATE).read_text(encoding="utf-8"))["metrics"][best.metric]
             if math.isfinite(value):
@@ -132,12 +132,12 @@ def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
 
 def newest(run: RunFolder) -> int:
     """Return the step of the newest checkpoint, or 0 if there is none. The checkpoint is not read."""
-    return max((step for step, _ in _folders(run)), default=0)
+    return max((step for step, _ in folders(run)), default=0)
 
 
 def position(run: RunFolder, step: int) -> dict[str, int]:
     """Return the position in the data of a step's checkpoint; empty: there is none. The files are not checked."""
-    for number, folder in _folders(run):
+    for number, folder in folders(run):
         with suppress(*_UNREADABLE):
             if number == step:
                 found = json.loads((folder / STATE).read_text(encoding="utf-8")).get("data", {}).items()
@@ -145,25 +145,10 @@ def position(run: RunFolder, step: int) -> dict[str, int]:
     return {}
 
 
-def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint, or the one of a step. Raises `CheckpointError` if it is damaged."""
-    for number, folder in _folders(run):
-        if step is None or number == step:
-            return read(folder)
-    if step is not None:
-        have = ", ".join(str(n) for n, _ in _folders(run)) or "none"
-        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; it has {have}")
-    return None
-
-
-def usable(run: RunFolder, before: int) -> list[int]:
-    """Return the earlier steps that have a usable checkpoint, the newest first."""
-    steps = []
-    for step, folder in _folders(run):
-        with suppress(CheckpointError):
-            if step < before:
-                steps.append(read(folder).step)
-    return steps
+def latest(run: RunFolder) -> Checkpoint | None:
+    """Return the newest checkpoint; None: there is none. Raises `CheckpointError` if it is damaged."""
+    found = folders(run)
+    return read(found[0][1]) if found else None
 
 
 def read(folder: Path) -> Checkpoint:
@@ -224,7 +209,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def _folders(run: RunFolder) -> list[tuple[int, Path]]:
+def folders(run: RunFolder) -> list[tuple[int, Path]]:
     """Return the checkpoint folders, the newest first. A save that was cut short has another name."""
     found = [p for p in run.checkpoints.glob("step-*") if _NUMBER.fullmatch(p.name[5:])]
     return sorted(((int(p.name[5:]), p) for p in found), reverse=True)

@@ -13,6 +13,7 @@ from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.features import APART, chats, reader
 from whet.rollout.routing import Route
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from whet.config.sections import DeadlinesSection, EnvironmentSection, SamplingSection
     from whet.data.spans import Spans
+    from whet.evaluation.result import EvaluationResult
     from whet.interfaces.chat import Tokenizer
     from whet.interfaces.data import OfflineData
     from whet.interfaces.environment import Responder, Scorer
+    from whet.rollout.event_loop import EpisodeLoop
     from whet.run.run_folder import RunFolder
 
 
@@ -131,6 +134,25 @@ def build_route(
     except Exception as error:  # an environment's own code
         raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error
     return route
+
+
+def make_evaluator(
+    prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "Tokenizer",
+    status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
+) -> "Callable[[], EvaluationResult]":  # fmt: skip
+    """Return a function that plays all tasks of these environments, always the same ones, and returns the result."""
+    from whet.evaluation.evaluate import evaluate
+
+    section, rollout = prepared.config.evaluation, prepared.config.rollout
+    sampling = Sampling(
+        max_tokens=section.max_tokens or rollout.max_tokens, temperature=section.temperature, top_p=section.top_p,
+        top_k=section.top_k, stop=tuple(rollout.stop),
+    )  # fmt: skip
+    return partial(
+        evaluate, routes, generator, chat, sampling, prepared.config.run.seed, max_context=prepared.plan.max_context,
+        retries=rollout.retries, infrastructure_retries=rollout.infrastructure_retries,
+        deadline_seconds=prepared.config.cluster.deadlines.episode, status=status, loop=loop, endpoints=endpoints,
+    )  # fmt: skip
 
 
 def _sampling(own: "SamplingSection", usual: Sampling) -> Sampling:

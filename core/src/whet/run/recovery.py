@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from attrs import define
+
 from whet.errors import WorkerLost
 from whet.run.run_folder import RunFolder
 
@@ -21,18 +23,13 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Give
 
 
+@define(eq=False)
 class Replicas:
     """Replaces the lost replicas of one attempt of a run. Obeys `whet.interfaces.workers.Replacing`."""
 
-    def __init__(self, recovery: "Recovery", resync: "Callable[[Give], None] | None") -> None:
-        self.losses, self.grant, self._resync = recovery.losses, recovery.grant, resync
-
-    def sync(self, give: "Give") -> None:
-        """Send the weights of the last sync to a new replica. Before the first sync it keeps its own."""
-        if self._resync is None:
-            give(None)
-        else:
-            self._resync(give)
+    losses: Counter[str]
+    grant: Callable[[WorkerLost], bool]
+    sync: "Callable[[Give], None]"
 
 
 class Budget:
@@ -74,8 +71,12 @@ class Recovery:
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
     def replacing(self, resync: "Callable[[Give], None] | None" = None) -> Replicas | None:
-        """Return an object that replaces lost replicas. They get their weights by `resync`. None: recovery is off."""
-        return Replicas(self, resync) if self.enabled else None
+        """Return an object that replaces lost replicas; None: recovery is off.
+
+        Replicas get their weights by `resync`. Without it they keep their own.
+        """
+        sync = resync or (lambda give: give(None))
+        return Replicas(self.losses, self.grant, sync) if self.enabled else None
 
     def grant_run(self, error: WorkerLost, after_step: int) -> bool:
         """Return whether the run may begin again after its last checkpoint."""

@@ -159,12 +159,9 @@ def nothing_left(
 
 
 def run_fingerprint(
-    config: "Config",
-    model: "ModelInfo",
-    data: "OfflineData | None",
-    routes: "Sequence[Route]",
-    models: "Mapping[str, ModelInfo] | None" = None,
-) -> dict[str, Any]:
+    config: "Config", model: "ModelInfo", data: "OfflineData | None", routes: "Sequence[Route]",
+    models: "Mapping[str, ModelInfo]",
+) -> dict[str, Any]:  # fmt: skip
     """Return everything that decides the numbers: config, model files (`models`: of roles), data files and tasks."""
     plain = unstructure(config, path=_held)
     chosen = {
@@ -177,7 +174,7 @@ def run_fingerprint(
     files: dict[str, Any] = {"model files": model_info.fingerprint(model.path)}
     if config.model.chat_template:
         files["model files"]["chat template"] = _hash(Path(config.model.chat_template).read_text(encoding="utf-8"))
-    for name, of_role in (models or {}).items():
+    for name, of_role in models.items():
         files[f"model files of {name}"] = model_info.fingerprint(of_role.path)
     if data is not None:
         files["data files"] = data.fingerprint()

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from whet.data.files import disk_errors
 from whet.data.spans import Spans
@@ -89,13 +89,9 @@ class StallMonitor:
 
 def driver_stacks() -> list[str]:
     """Return where the driver's main thread is, and the one that plays episodes."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    wanted: dict[str, Any] = {
-        names[ident]: frame
-        for ident, frame in sys._current_frames().items()
-        if names.get(ident) in ("MainThread", "whet episodes")
-    }
+    frames = sys._current_frames()
     return [
-        f"driver, {name}:\n" + "".join(traceback.format_stack(frame)[-DEEPEST_STACK:]).rstrip()
-        for name, frame in sorted(wanted.items())
+        f"driver, {thread.name}:\n" + "".join(traceback.format_stack(frame)[-DEEPEST_STACK:]).rstrip()
+        for thread in sorted(threading.enumerate(), key=lambda thread: thread.name)
+        if thread.name in ("MainThread", "whet episodes") and (frame := frames.get(thread.ident or 0))
     ]

@@ -45,7 +45,7 @@ def test_a_damaged_checkpoint_is_an_error_at_once(tmp_path):
     with pytest.raises(WhetError, match="damaged"):
         _load(SimpleNamespace(load=load), run, None, exported(run, None))
     assert len(read) == 1
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has 1"):
         exported(run, 7)
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,7 @@ from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
-from whet.run.evaluator import make_evaluator
-from whet.run.inputs import read_inputs
+from whet.run.inputs import make_evaluator, read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.models import Attempt, start
 from whet.run.observers import Observers
@@ -139,7 +138,7 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
     `CheckpointError` where that one cannot be used: an older one is taken only by its step.
     """
     try:
-        saved = checkpoint.latest(run, step)
+        saved = checkpoint.latest(run) if step is None else _of_step(run, step)
         last = last_saved(run)
         if saved is None or (step is None and saved.step < last):
             raise CheckpointError(
@@ -149,9 +148,12 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
     except CheckpointError as error:
         if step is not None:
             raise
-        older = checkpoint.usable(run, 1 + max(checkpoint.newest(run), last_saved(run)))
-        steps = " or ".join(f"--step {number}" for number in older)
-        how = f"; to export an older checkpoint, give {steps}" if older else ""
+        older = list[str]()
+        for number, folder in checkpoint.folders(run):
+            with suppress(CheckpointError):
+                checkpoint.read(folder)
+                older.append(f"--step {number}")
+        how = f"; to export an older checkpoint, give {' or '.join(older)}" if older else ""
         raise CheckpointError(f"{error}\nnothing was exported{how}") from error
     if (before := run.read_json("identity.json")) is not None:
         allowed = config.run.allow_changed if config else ()
@@ -162,6 +164,15 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
                 + "\n".join(f"  {line}" for line in different)
             )
     return saved
+
+
+def _of_step(run: RunFolder, step: int) -> checkpoint.Checkpoint:
+    """Return the checkpoint of a step. Raises `CheckpointError` if there is none, or if it is damaged."""
+    folders = dict(checkpoint.folders(run))
+    if step not in folders:
+        have = ", ".join(map(str, folders)) or "none"
+        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; it has {have}")
+    return checkpoint.read(folders[step])
 
 
 def last_saved(run: RunFolder) -> int:
