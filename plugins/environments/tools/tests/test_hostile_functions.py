@@ -73,15 +73,26 @@ def test_calls_beside_a_crash_are_called_again_elsewhere(tmp_path):
     assert all(results == [result("waited")] for _, results in others)
 
 
-def test_tools_that_fail_call_after_call_are_broken_and_no_score(tmp_path):
+def test_tools_that_fail_in_episode_after_episode_are_broken_and_no_score(tmp_path):
     environment = made(tmp_path, "leaves", "slowly", turns=20)
     try:
-        with pytest.raises(
-            ToolsBroken, match=r"functions failed in 4 calls in a row, each tried twice; last, in a call of 'leaves'"
-        ):
-            asyncio.run(episode(environment, call("leaves", code=1)))
-        rewards, _ = asyncio.run(episode(environment, call("slowly", number=1), "no"))
+        for seed in range(3):
+            rewards, _ = asyncio.run(episode(environment, call("leaves", code=1), "no", seed=seed))
+            assert rewards["failed_calls"] == 1.0
+        words = r"functions failed in calls of 4 episodes in a row, each tried twice; last, in a call of 'leaves'"
+        with pytest.raises(ToolsBroken, match=words):
+            asyncio.run(episode(environment, call("leaves", code=1), seed=3))
+        rewards, _ = asyncio.run(episode(environment, call("slowly", number=1), "no", seed=4))
         assert rewards["failed_calls"] == 0.0
+    finally:
+        environment.close()
+
+
+def test_the_calls_of_one_episode_do_not_break_the_tools_for_all(tmp_path):
+    environment = made(tmp_path, "leaves", turns=20)
+    try:
+        rewards, _ = asyncio.run(episode(environment, *[call("leaves", code=1)] * 5, "no"))
+        assert rewards["failed_calls"] == 5.0
     finally:
         environment.close()
 

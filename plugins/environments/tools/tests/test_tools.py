@@ -154,6 +154,7 @@ def test_calls_are_read_in_linear_time():
         ("**Answer:** Meuse", "meuse", True),
         ("the Meuse!", "Meuse", True),
         ("It is the Meuse", "Meuse", False),
+        ("\u0130ki \u0130l var. Answer: 142", "142", True),
         ("Meuse, Rhine", "Meuse", False),
         (r"\boxed{9!}", "9", False),
         (r"\boxed{1/2}", "12", False),

@@ -4,6 +4,8 @@ import asyncio
 import json
 from pathlib import Path
 
+from attrs import evolve
+
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
 from whet_env_tools.config import ToolUseConfig
@@ -28,10 +30,11 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def episode(environment, *texts, task=0):
+async def episode(environment, *texts, task=0, seed=1):
     """Play an episode by a script; return its rewards and the results of calls that the model saw."""
     left = list(texts)
     model = FakeModel(lambda messages: left.pop(0) if len(left) > 1 else left[0])
+    model.episode = evolve(model.episode, seed=seed)
     rewards = dict(await environment.run(environment.tasks("test")[task], model))
     return rewards, [message.text for message in model.messages[2:] if message.role in ("user", "tool")]
 

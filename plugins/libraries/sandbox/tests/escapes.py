@@ -253,7 +253,7 @@ print('none' if set(made) <= {1} else f'ESCAPED {made}')""",
         FILTER,
         f"signal -{31}",
         """
-code = mmap.mmap(-1, 4096, prot=7)
+code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
 code.write(b'\\xb8\\x67\\x01\\x00\\x00\\xbb\\x02\\x00\\x00\\x00\\xb9\\x01\\x00\\x00\\x00\\x31\\xd2\\xcd\\x80\\xc3')  # int 0x80: socket
 print('ESCAPED', ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())""",
     ),
@@ -481,16 +481,17 @@ for _ in range(12):
 time.sleep(100); print('ESCAPED')""",
     ),
     (
-        "much shared memory in many processes",
+        "shared memory, which stays whole while one page of it is mapped",
+        FILTER,
+        FORBIDDEN,
+        "prevented(lambda: mmap.mmap(-1, 1 << 20), lambda: mmap.mmap(-1, 1 << 20, flags=0x23))",
+    ),
+    ("shared memory by a device", ROOT, ABSENT, "prevented(lambda: open('/dev/zero', 'r+b'))"),
+    (
+        "an order in which the kernel frees memory",
         LIMIT,
-        "^memory",
-        """
-for _ in range(12):
-    if os.fork() == 0:
-        data = mmap.mmap(-1, 40 << 20)
-        for at in range(0, len(data), 4096): data[at] = 1
-        time.sleep(100)
-time.sleep(100); print('ESCAPED')""",
+        "^exit 0\n1000$",
+        "print(open('/proc/self/oom_score_adj').read().strip())",
     ),
     ("memory files", FILTER, FORBIDDEN, "prevented(lambda: os.memfd_create('x'), lambda: call(447, 0))"),
     (

@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from whet.config.sections import EndpointSection
-from whet.data.messages import Call, Message, Text
+from whet.data.messages import Call, Image, Message, Text
 from whet.data.records import Completion, Episode, Progress, Request, Sampling, Task
 from whet.interfaces.environment import Model
 from whet.interfaces.generator import listener
@@ -91,6 +91,7 @@ def test_turns_of_the_assistant_that_follow_each_other_stay_apart() -> None:
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"verbosity": "low"}}, "text"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -163,6 +164,11 @@ def test_what_is_not_supported_can_be_left_out_with_a_note() -> None:
     assert sorted(found.ignored) == ["?", "model", "temperature", "text", "tool_choice", "tools"]
 
 
+def test_a_budget_of_thinking_and_a_verbosity_are_left_out_with_a_note() -> None:
+    assert messages(thinking={"type": "enabled", "budget_tokens": 1024}).ignored == ("thinking.budget_tokens",)
+    assert responses(LENIENT, text={"verbosity": "low"}).ignored == ("text.verbosity",)
+
+
 def test_strict_is_the_default_of_clients_of_responses_and_left_out_with_a_note() -> None:
     found = responses(tools=[{**ADD, "strict": True}])
     assert (found.ignored, found.asked["tools"][0]["strict"]) == (("strict",), False)
@@ -186,6 +192,14 @@ def test_the_memory_of_responses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("whet_endpoint.memory.MOST_RESPONSES", 1)
     memory.keep("resp_5", talk)
     assert [memory.find(f"resp_{i}") for i in (4, 5)] == [None, talk]
+
+
+def test_the_memory_of_responses_counts_images_and_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    monkeypatch.setattr("whet_endpoint.memory.MOST_CHARACTERS", 30)
+    for i, message in enumerate([Message("user", [Image("x" * 20)]), Message("assistant", "", reasoning="y" * 20)]):
+        memory.keep(f"resp_{i}", (message,))
+    assert memory.find("resp_0") is None
 
 
 # Episodes over HTTP

@@ -72,6 +72,11 @@ def test_the_generator_is_held_to_calls_of_the_tools(fields: Any, calls: list[An
                 "$defs": {"Point": {"type": "object"}}}}}]},
             "tools",
         ),
+        (
+            {"tool_choice": "required", "tools": [
+                {"type": "function", "function": {"name": "b", "parameters": {"$defs": [1]}}}]},
+            "tools",
+        ),
     ],
 )  # fmt: skip
 def test_a_call_that_cannot_be_forced_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

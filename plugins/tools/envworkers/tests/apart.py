@@ -5,6 +5,7 @@ import json
 import os
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from attrs import field, frozen
@@ -18,7 +19,7 @@ from whet.interfaces.undecided import note
 
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged", "cancels",
+    "judged", "cancels", "impatient",
 )  # fmt: skip
 
 
@@ -111,6 +112,10 @@ class Apart:
             await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=30).read())
         (said,) = (c for c in address.conversations() if c[0].text == "hello")
         model.record("agent", ", ".join(f"{message.role}: {message.text}" for message in said))
+
+    async def _impatient(self, task, model):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(model.reply("slowly"), 0.05)
 
     async def _judged(self, task, model):
         verdict = await self._roles["judge"].reply("good?", seed=7, max_tokens=5)

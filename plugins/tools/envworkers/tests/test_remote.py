@@ -54,10 +54,10 @@ def played(environment, kind, model=None, number=0):
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 130
+    assert len(remote.tasks("train")) == 140
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[130]
+        remote.tasks("train")[140]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -138,6 +138,17 @@ def test_episodes_are_spread_over_the_processes(remote):
 
     processes = [rewards["process"] for rewards in asyncio.run(together())]
     assert sorted(map(processes.count, set(processes))) == [3, 3]
+
+
+class Slow(FakeModel):
+    async def reply(self, messages, **options):
+        await asyncio.sleep(30.0 * (messages == "slowly"))
+        return await super().reply(messages, **options)
+
+
+def test_an_episode_may_end_before_a_reply_that_it_asked_for(remote):
+    assert played(remote, "impatient", Slow(backwards))[1]["right"] == 1.0
+    assert remote.replaced == 0
 
 
 def test_a_process_that_dies_is_replaced_and_named(tmp_path):

@@ -15,7 +15,7 @@ from whet_sandbox.boxed import last_boxed
 _LONGEST: Final = 10_000
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
 _NUMBER: Final = re.compile(r"[-+]?\d{1,40}(?:\.\d{1,40})?", re.ASCII)
-_MARK: Final = "answer:"
+_MARK: Final = re.compile("answer:", re.IGNORECASE)
 
 
 def final_answer(text: str) -> str | None:
@@ -23,9 +23,9 @@ def final_answer(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()[:_LONGEST]
-    at = text.lower().rfind(_MARK)
-    if at >= 0:
-        return text[at + len(_MARK) :].strip().partition("\n")[0].strip(" *_`")[:_LONGEST]
+    marks = [found.end() for found in _MARK.finditer(text)]
+    if marks:
+        return text[marks[-1] :].strip().partition("\n")[0].strip(" *_`")[:_LONGEST]
     return text.strip() if 0 < len(text.strip()) <= _LONGEST else None
 
 

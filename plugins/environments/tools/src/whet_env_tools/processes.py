@@ -6,7 +6,7 @@ How a call can fail, and what follows:
     the call is late, its process or server dies,       another process is started, and the call is repeated there;
     answers too much, or answers nonsense               if that fails too, the model reads that it failed
     a process or server cannot be started               ToolsBroken: the episode is played again
-    several calls in a row fail twice                   ToolsBroken, until a call succeeds again
+    calls of several episodes in a row fail twice       ToolsBroken, until a call succeeds again
 
 Everything here runs on its own thread, so episodes of several event loops can share the processes.
 """
@@ -35,7 +35,10 @@ _GRACE_SECONDS: Final = 15.0
 """How much later than its deadline a process may answer, because the process enforces the deadline itself."""
 _MOST_WORDS: Final = 1 << 14
 _MOST_IN_A_ROW: Final = 4
-"""After this many calls in a row that failed twice, the tools count as broken, and not the calls."""
+"""After failed calls of this many episodes without another in between, the tools count as broken, and not the calls.
+
+Each failed twice. The calls of one episode do not suffice: a response could declare its tools broken, and not count.
+"""
 _TRIES: Final = 2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0
 
@@ -263,7 +266,9 @@ class Hosts:
         """Processes that had to be replaced."""
         self._places = [_Place(asyncio.Lock()) for _ in range(processes)]
         self._free = asyncio.Semaphore(processes * at_once)
-        self._in_a_row, self._refused, self._not_before = 0, "", 0.0
+        self._failing = set[int]()
+        """The seeds of the episodes whose calls have failed since a call succeeded."""
+        self._refused, self._not_before = "", 0.0
         self._failures_to_start = 0
         self._closed = False
 
@@ -289,17 +294,17 @@ class Hosts:
                             raise ToolsBroken(f"{self.order.name} was lost in a call of {tool!r}: {why}") from error
                         continue
                     if found is not None:
-                        self._in_a_row = 0
+                        self._failing.clear()
                         return found
                     why = f"it did not answer within {self.order.call_seconds:g} s"
                     if self._remembers:  # a second call might act a second time
                         break
             finally:
                 place.under_way -= 1
-        self._in_a_row += 1
-        if self._in_a_row >= _MOST_IN_A_ROW:
+        self._failing.add(int(episode["seed"]))
+        if len(self._failing) >= _MOST_IN_A_ROW:
             raise ToolsBroken(
-                f"{self.order.name} failed in {self._in_a_row} calls in a row, each tried twice; "
+                f"{self.order.name} failed in calls of {len(self._failing)} episodes in a row, each tried twice; "
                 f"last, in a call of {tool!r}: {why}"
             )
         return Outcome(f"The call of {tool} failed: {why}", error=True, failed=True)

@@ -239,7 +239,7 @@ class _Mcp:
 
     async def call(self, tool: str, arguments: Mapping[str, Any], playing: Playing) -> Outcome:
         hosts = await self._of_episode(playing) if self._config.each_episode else self._shared
-        return await self._thread.call(lambda: hosts.call(tool, arguments, {}))
+        return await self._thread.call(lambda: hosts.call(tool, arguments, {"seed": playing.episode["seed"]}))
 
     async def _of_episode(self, playing: Playing) -> Hosts:
         """Return the connection of an episode, which its first call opens."""

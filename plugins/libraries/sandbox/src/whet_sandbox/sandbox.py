@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -161,7 +161,8 @@ class Sandbox:
                 session.abandon()
                 raise
             else:
-                self.heat()
+                with suppress(SandboxBroken):  # the next call that needs one opens it, or says why it cannot
+                    self.heat()
                 return session
         raise AssertionError
 

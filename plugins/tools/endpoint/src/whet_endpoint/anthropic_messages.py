@@ -39,7 +39,10 @@ class MessagesDialect:
         prompt = (*_system(fields.take("system", "")), *checked_messages(fields.take("messages"), _messages))
         choice, parallel = _choice(fields.take("tool_choice", {"type": "auto"}))
         tooling = fields.tools(_tools(fields.take("tools", []), fields), choice, parallel)
-        thinking = fields.mapping("thinking").get("type", "disabled")
+        wanted = fields.mapping("thinking")
+        if wanted.get("budget_tokens") is not None:
+            fields.note("thinking.budget_tokens")
+        thinking = wanted.get("type", "disabled")
         if thinking not in ("disabled", "enabled", "adaptive"):
             raise unwanted("thinking", thinking, "the type enabled, adaptive or disabled")
         request = fields.request(prompt, fields.integer("max_tokens", 1, None), "stop_sequences")

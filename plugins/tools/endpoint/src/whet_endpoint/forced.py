@@ -78,7 +78,10 @@ def _named(choice: Any) -> str:
 def _call(function: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a call, and move the definitions of its parameters to those that all calls share."""
     parameters = {"type": "object", **(function.get("parameters") or {})}
-    for key, definition in parameters.pop("$defs", {}).items():
+    definitions = parameters.pop("$defs", {})
+    if not isinstance(definitions, dict):
+        raise unwanted("tools", definitions, "an object as $defs of the parameters")
+    for key, definition in definitions.items():
         if shared.setdefault(key, definition) != definition:
             raise ApiError(400, f"two tools define {key!r:.80} differently; a forced call needs one", "tools")
     properties = {"name": {"const": function["name"]}, "arguments": parameters}

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from attrs import define, field
 
-from whet.data.messages import Conversation
+from whet.data.messages import Conversation, Image, Message
 
 MOST_RESPONSES, MOST_CHARACTERS = 4096, 32 << 20
 """Beyond these limits the oldest responses are forgotten. Messages that responses share are counted for each."""
@@ -24,7 +24,7 @@ class Memory:
 
     def keep(self, id_: str, conversation: Conversation) -> None:
         """Keep a conversation, which ends with a response."""
-        size = sum(len(message.text) + sum(len(call.arguments) for call in message.calls) for message in conversation)
+        size = sum(map(_size, conversation))
         self._kept[id_] = conversation, size
         self._characters += size
         while len(self._kept) > MOST_RESPONSES or (self._characters > MOST_CHARACTERS and len(self._kept) > 1):
@@ -34,3 +34,8 @@ class Memory:
         """Return the conversation up to a response. None: it was not kept, or is forgotten."""
         found = self._kept.get(id_)
         return found[0] if found else None
+
+
+def _size(message: Message) -> int:
+    parts = sum(len(part.url if isinstance(part, Image) else part.text) for part in message.content)
+    return parts + len(message.reasoning) + sum(len(call.arguments) for call in message.calls)

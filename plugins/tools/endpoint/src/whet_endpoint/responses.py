@@ -13,7 +13,7 @@ from whet_endpoint.choices import Choice, Pieces
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory, response_id
 from whet_endpoint.messages import refuse_last_assistant
-from whet_endpoint.requests import MODEL, ApiRequest, Fields, Rules
+from whet_endpoint.requests import FREELY, MODEL, ApiRequest, Fields, Rules
 from whet_endpoint.response_items import output_items, read_items
 from whet_endpoint.response_stream import ResponsesWriter
 
@@ -41,6 +41,8 @@ class ResponsesDialect:
         show_logprobs, likeliest = self._logprobs(fields)
         self._without_effect(fields)
         form = fields.mapping("text")
+        for name in (key for key, value in form.items() if key != "format" and value is not None):
+            fields.unsupported("text", f"text.{name:.80} is set, and {FREELY}", f"text.{name:.80}")
         schema = fields.schema("text", form.get("format") or {"type": "text"})
         request = fields.request(prompt, fields.integer("max_output_tokens", 1, None))
         stores, tokens = fields.flag("store", True), fields.flag("return_token_ids")

@@ -102,7 +102,7 @@ class EnvironmentWorker:
         while not (playing.messages or playing.waiting or task.done()):
             playing.changed.clear()
             await playing.changed.wait()
-        return playing.taken()
+        return self._taken(number, playing)
 
     async def cancel(self, number: int) -> None:
         """End an episode whose result is not needed any more."""
@@ -110,6 +110,7 @@ class EnvironmentWorker:
         if playing is not None:
             playing[1].cancel()
             await asyncio.gather(playing[1], return_exceptions=True)
+            self._playing.pop(number, None)
 
     def close(self) -> None:
         """Close the environment."""
@@ -131,22 +132,22 @@ class EnvironmentWorker:
         task = asyncio.get_running_loop().create_task(play())
         self._playing[number] = playing, task
 
-        def over(_: object) -> None:
-            self._playing.pop(number, None)
-            playing.changed.set()
-
-        task.add_done_callback(over)
+        task.add_done_callback(lambda _: playing.changed.set())
         try:
-            return await self._first(playing, task)
+            while not (playing.messages or task.done()):
+                playing.changed.clear()
+                await playing.changed.wait()
+            return self._taken(number, playing)
         except asyncio.CancelledError:
             task.cancel()
             raise
 
-    async def _first(self, playing: Playing, task: "asyncio.Task[None]") -> list[Message]:
-        while not (playing.messages or task.done()):
-            playing.changed.clear()
-            await playing.changed.wait()
-        return playing.taken()
+    def _taken(self, number: int, playing: Playing) -> list[Message]:
+        """Return the messages that were not sent yet. An episode whose end is among them is forgotten."""
+        messages = playing.taken()
+        if any(message["do"] == "end" for message in messages):
+            self._playing.pop(number, None)
+        return messages
 
 
 def _told(function: Callable[[], Any]) -> dict[str, Any]:

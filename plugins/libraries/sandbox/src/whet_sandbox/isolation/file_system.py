@@ -1,7 +1,7 @@
 """The file system of a sandbox: an empty root in memory, with read-only views of a few folders of the machine.
 
 /usr /bin /lib /lib64 ...      the machine's, read-only; also the folder of the Python that runs programs
-/dev/null zero full random urandom
+/dev/null full random urandom      no zero: mapped as shared, it is memory that no limit counts
 /proc                          of the sandbox's own processes, read-only; none where the machine's is masked
 /box /tmp /dev/shm             writable, in memory, empty, with one limit of bytes and one of files
 everything else                read-only, in memory, nearly empty
@@ -18,7 +18,7 @@ from whet_sandbox.isolation import kernel
 BOX: Final = "/box"
 """The folder of a program: its working directory and its HOME."""
 WRITABLE: Final = {BOX: "box", "/tmp": "tmp", "/dev/shm": "shm"}
-DEVICES: Final = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
+DEVICES: Final = tuple(f"/dev/{name}" for name in ("null", "full", "random", "urandom"))
 SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES: Final = ("/etc/ld.so.cache", "/etc/alternatives")
 _TEXTS: Final = {

@@ -39,7 +39,7 @@ class FirstProcess:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _be_first(orders, answers, os.getppid())
+                _be_first(orders, answers)
             finally:
                 os._exit(1)
         os.close(orders)
@@ -83,7 +83,7 @@ class FirstProcess:
             raise Refused(f"process 1 of the sandbox did not {what}")
 
 
-def _be_first(orders: int, answers: int, outside: int) -> None:
+def _be_first(orders: int, answers: int) -> None:
     if os.getpid() != 1:
         raise Refused("the first process is not process 1")
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)

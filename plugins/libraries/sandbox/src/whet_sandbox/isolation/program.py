@@ -92,10 +92,12 @@ def become(header: dict[str, Any], theirs: dict[str, int], failing: int, machine
     try:
         limits = header["limits"]
         os.setsid()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else the file below belongs to root
         with suppress(OSError):  # if the machine's memory runs out, the kernel kills a program first
             opened = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=machine_proc)
             os.write(opened, b"1000")
             os.close(opened)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         moved = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(theirs.values())]
         placed = {"stdin": 0, "stdout": 1, "stderr": 2, "questions": ANSWER_IN, "answers": ANSWER_OUT}
         highest = 2

@@ -8,6 +8,8 @@ clone with a flag of a namespace      EPERM
 socket, socketpair                    AF_UNIX alone: network namespaces do not cover AF_VSOCK, AF_ALG and others
 prlimit64, sched_set*                 the calling process alone
 ioctl                                 no input into terminals
+mmap                                  no shared memory without a file: the kernel keeps all of it while one page is mapped,
+                                      and no limit counts it
 """
 
 import ctypes
@@ -68,6 +70,8 @@ _SETRLIMIT: Final = (160, 164)
 _SOCKETS: Final = {"socket": (41, 198), "socketpair": (53, 199)}
 _IOCTL: Final = (16, 29)
 _FCNTL: Final = (72, 25)
+_MMAP: Final = (9, 222)
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _INTO_TERMINALS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _ON_FILES_OF_OTHERS: Final = (1024, 1026)  # F_SETLEASE, F_NOTIFY
 _CLONE_FLAGS: Final = 0x7E028080
@@ -110,6 +114,10 @@ def program(machine: str = MACHINE) -> bytes:
     code += _where(_SETRLIMIT[column], 0, _none_of((_LIMIT_OF_CORES,)))
     code += _where(_IOCTL[column], 1, _none_of(_INTO_TERMINALS))
     code += _where(_FCNTL[column], 1, _none_of(_ON_FILES_OF_OTHERS))
+    shared: list[Instruction] = [
+        (_ANY_BIT, 0, 2, _MAP_ANONYMOUS), (_ANY_BIT, 0, 1, _MAP_SHARED), (_RETURN, 0, 0, _EPERM)
+    ]  # fmt: skip
+    code += _where(_MMAP[column], 3, shared)
     code += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *one) for one in code)
 
