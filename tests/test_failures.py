@@ -114,7 +114,9 @@ def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, sma
         victim,
         signal.SIGSTOP,
     )
-    assert re.match(rf"{named} failed in \w+: no answer within 2 s; its process is stopped", errors), errors
+    # a weight sync waits for running requests as well, for as long as one may take
+    within = r"(\w+: no answer within 2|weight_sync: no answer within 4) s; its process is stopped"
+    assert re.match(rf"{named} failed in {within}", errors), errors
     assert seconds < SOON + PATIENCE
 
 

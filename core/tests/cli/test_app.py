@@ -96,6 +96,29 @@ def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_between_the_end_of_a_command_and_that_of_python_shows_no_traceback(number: int, code: int) -> None:
+    code_of_it = f"""
+import os, signal, sys
+import whet.cli
+disarm, sent = whet.cli._disarm, []
+def late():
+    sent.append(1)
+    if len(sent) == 1:
+        os.kill(os.getpid(), {int(number)})
+    disarm()
+whet.cli._disarm = late
+sys.argv = ["whet", "--help"]
+whet.cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code_of_it], capture_output=True, text=True, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
 def test_without_a_terminal_what_libraries_write_goes_nowhere(tmp_path: Path) -> None:
     code = """
 import faulthandler, sys

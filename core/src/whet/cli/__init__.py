@@ -18,15 +18,15 @@ def main() -> None:
         from whet.cli.app import run_command
 
         code = run_command()
+        _disarm()  # a signal up to here is caught below
     except KeyboardInterrupt:
+        _disarm()
         with suppress(OSError, AttributeError):
             print("ended by Ctrl-C", file=sys.stderr, flush=True)
         code = 128 + signal.SIGINT
     except Terminated:
+        _disarm()
         code = 128 + signal.SIGTERM
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # only Python's own exit is left, without tracebacks
     _let_go_of_readers()
     gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
     sys.exit(code)
@@ -36,6 +36,13 @@ class Terminated(BaseException):
     """Raised by SIGTERM, as KeyboardInterrupt is by Ctrl-C. Code that handles errors or SystemExit must not
     swallow it.
     """
+
+
+def _disarm() -> None:
+    """Let signals end the process at once: only Python's own exit is left, which would show tracebacks."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _let_go_of_readers() -> None:

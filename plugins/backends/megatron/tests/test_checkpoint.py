@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,38 @@ def save(run, step, backend):
         return pending.result
 
     run_checkpoint.begin(run, step, {}, {"backend": begin})()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_step_beside_a_save_does_not_change_what_is_saved(
+    build, folders, make_batch, tmp_path, monkeypatch, distributed
+):
+    """The matrices are above 1 MiB, and Megatron copies no parameter that has memory of its own."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+
+    write, stepped = Writer.write_preloaded_data, threading.Event()
+
+    def later(*args, **options):
+        stepped.wait()
+        return write(*args, **options)
+
+    folder, optimizer = folders("llama", mlp=8192), OptimizerConfig(lr=1e-2, distributed=distributed)
+    backend = build(folder, dtype="bfloat16", optimizer=optimizer)
+    steps_of(backend, [make_batch(0)])
+    monkeypatch.setattr(Writer, "write_preloaded_data", staticmethod(later))
+    pending = backend.save_in_background(tmp_path / "saved")
+    pending.taken()
+    backend.export(tmp_path / "expected")
+    steps_of(backend, [make_batch(1)])
+    stepped.set()
+    pending.result()
+    backend.close()
+    monkeypatch.undo()
+    other = build(folder, dtype="bfloat16", optimizer=optimizer)
+    other.load(tmp_path / "saved")
+    other.export(tmp_path / "found")
+    assert_bitwise(weights_of(tmp_path / "found"), weights_of(tmp_path / "expected"))
 
 
 def test_weights_with_rates_of_their_own_keep_them_after_a_resume(build, make_batch, tmp_path):

@@ -170,15 +170,24 @@ def test_settings_that_exclude_each_other_are_refused():
         schedule=ScheduleConfig(warmup_ratio=0.1, warmup_steps=3),
         parallel=ParallelConfig(pipeline=2, virtual=2),
     )
-    paths = [problem.path for problem in section_problems(config, "backend", gpus=0)]
+    paths = [problem.path for problem in section_problems(config, "backend", gpus=0, dtype="float32")]
     assert paths == [
         "backend.schedule.warmup_ratio", "backend.optimizer.groups.0.match", "backend.optimizer.groups.1.lr_factor",
         "backend.optimizer.overlap",
     ]  # fmt: skip
-    assert not list(section_problems(MegatronConfig(), "backend", gpus=0))
+    assert not list(section_problems(MegatronConfig(), "backend", gpus=0, dtype="float32"))
     apart = MegatronConfig(experts=ExpertsConfig(balance=0.1, balance_of="model", balance_over="micro-batch"))
-    (problem,) = section_problems(apart, "backend", gpus=0)
+    (problem,) = section_problems(apart, "backend", gpus=0, dtype="float32")
     assert problem.path == "backend.experts.balance_of"
+
+    def on_gpus(dtype, **settings):
+        return [problem.path for problem in section_problems(MegatronConfig(**settings), "backend", 8, dtype)]
+
+    assert on_gpus("float32") == ["model.dtype"]
+    assert on_gpus("float32", layout="padded", parallel=ParallelConfig(context=2)) == ["model.dtype"]
+    assert not on_gpus("float32", layers="test")
+    assert not on_gpus("float32", layout="padded")
+    assert not on_gpus("bfloat16")
     with pytest.raises(ConfigError, match="tensr"):
         structure({"parallel": {"tensr": 2}}, MegatronConfig, None)
 
@@ -242,9 +251,9 @@ def held_parameters(config):
 def test_what_is_wrong_with_an_adapter_by_itself_is_refused_by_its_key():
     def sections(sync_every=0, **lora):
         section = SimpleNamespace(config=MegatronConfig(lora=LoraConfig(**lora)))
-        roles = {"teacher": SimpleNamespace(component=section, sync_every=sync_every)}
-        cluster = SimpleNamespace(gpus={})
-        config = SimpleNamespace(backend=section, roles=roles, generator=None, cluster=cluster)
+        roles = {"teacher": SimpleNamespace(component=section, sync_every=sync_every, model=None)}
+        cluster, model = SimpleNamespace(gpus={}), SimpleNamespace(dtype="float32")
+        config = SimpleNamespace(backend=section, roles=roles, generator=None, cluster=cluster, model=model)
         return [one.path for one in whet_check_config(config)]
 
     assert sections(targets=("(",)) == ["backend.lora.targets.0", "roles.teacher.lora.targets.0"]

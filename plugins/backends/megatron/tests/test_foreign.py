@@ -7,11 +7,13 @@ import pickle
 import shutil
 from argparse import Namespace
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from whet.data.model_info import read_model
 from whet.errors import CheckpointError
@@ -299,6 +301,36 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(build, written, tmp_pa
     result = CliRunner().invoke(import_, [str(folder), str(tmp_path / "out"), "--model", str(other)])
     assert result.exit_code == 1
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("qwen2", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "linear_qkv.bias"),
+        ("qwen2", {"num_hidden_layers": 1}, r"decoder\.layers\.1\."),
+        ("llama", {"tie_word_embeddings": True}, r"output_layer\.weight"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_has_more_than_the_model_is_refused_by_name(build, folders, tmp_path, name, change, words):
+    written, other = tmp_path / "out", shutil.copytree(folders(name), tmp_path / "other")
+    assert CliRunner().invoke(to_megatron, [str(other), str(written)]).exit_code == 0
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=words):
+        list(foreign.stored(str(written), read_model(other)))
+    with pytest.raises(Exception, match=words):
+        build(other, load=str(written))
+
+
+def test_an_index_may_note_where_it_was_written(written, tmp_path):
+    folder, model, _ = written("qwen3")
+    other = shutil.copytree(folder / "iter_0000007", tmp_path / "other")
+    index = read_index(other)
+    index.storage_meta = StorageMeta(checkpoint_id=Path("/data/run"))
+    (other / ".metadata").write_bytes(pickle.dumps(index))
+    assert read_index(other).storage_meta.checkpoint_id.lstrip("/") == "data/run"
+    assert list(foreign.stored(str(other), read_model(model)))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

@@ -31,7 +31,7 @@ def found(fp8, dtype="bfloat16", sizes=None, **changes):
 
 
 def of_section(gpus=8, **config):
-    return {one.path: one.message for one in checks.problems(MegatronConfig(**config), "backend", gpus)}
+    return {one.path: one.message for one in checks.problems(MegatronConfig(**config), "backend", gpus, "bfloat16")}
 
 
 @pytest.mark.parametrize("recipe", sorted(NAMES))

@@ -8,12 +8,19 @@ from whet_megatron.config import MegatronConfig
 from whet_training import schedule, weight_groups
 
 
-def problems(config: MegatronConfig, path: str, gpus: int) -> Iterator[Problem]:
-    """Yield the problems of a section that stands at `path`, of a role with so many GPUs."""
+def problems(config: MegatronConfig, path: str, gpus: int, dtype: str, where: str = "model.dtype") -> Iterator[Problem]:
+    """Yield the problems of a section that stands at `path`, of a role with so many GPUs, whose model is in `dtype`.
+
+    `where`: the key of that dtype.
+    """
     role = path.removeprefix("roles.")
     if not gpus and (key := "fp8" if config.fp8 else "layers" if config.layers == "transformer-engine" else ""):
         words = f"is set, and cluster.gpus gives {role} none; Transformer Engine needs GPUs: set cluster.gpus.{role}"
         yield Problem(f"{path}.{key}", f"{words}, or leave it out")
+    special = config.layout == "packed" or config.parallel.context > 1
+    if gpus and config.layers != "test" and dtype == "float32" and special:
+        words = "is float32, in which Transformer Engine has no attention for packed rows or context parallelism"
+        yield Problem(where, f"{words}; set {where}: bfloat16")
     yield from schedule.problems(config.schedule, f"{path}.schedule")
     yield from weight_groups.problems(config.optimizer.groups, f"{path}.optimizer.groups")
     if config.optimizer.overlap and config.parallel.virtual > 1:

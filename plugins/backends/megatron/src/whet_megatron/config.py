@@ -75,7 +75,8 @@ class MegatronConfig:
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
-    """Tokens of one forward and backward pass on one rank. Padding counts."""
+    """Tokens of one forward and backward pass, over all ranks that share a sequence (`parallel.context`). Padding
+    counts."""
     layout: Literal["packed", "padded"] = "packed"
     """`packed`: all sequences in one row, without padding (THD). `padded`: a row for each sequence. Both compute the
     same numbers."""

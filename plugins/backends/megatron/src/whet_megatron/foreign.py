@@ -26,6 +26,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 HEAD, HEAD_STORED = VALUE_HEAD.name, VALUE_HEAD.stored[0]
 VOCABULARY = ("embedding.word_embeddings.weight", HEAD)
 """Parameters whose rows are padded as the program that saved them liked."""
+PARTS = ("embedding.", "decoder.", "output_layer.")
+"""How the names of the parameters begin that a language model computes with."""
 
 NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -100,6 +102,19 @@ class Foreign:
                     f"{self.folder} holds {name} as {list(found)}, and config.json in model.path asks for {words}"
                 )
 
+    def refuse_more(self, parts: Sequence[Part]) -> None:
+        """Raise `CheckpointError` if the checkpoint has parameters that are not among the model's: they would be lost.
+
+        Parts that no model here has, such as layers that predict further tokens, are not looked at.
+        """
+        known = {part.name for part in parts}
+        more = [name for name in self.shapes if name.startswith(PARTS) and name not in known]
+        if more:
+            words = f"{', '.join(sorted(more)[:3])}, {len(more)} in all" if len(more) > 1 else more[0]
+            raise CheckpointError(
+                f"{self.folder} holds {words}, which the model of config.json in model.path lacks; is it of that model?"
+            )
+
 
 def tensors_of(path: Path) -> Path:
     """Return the folder with the index: this one, the iteration that its tracker names, or that of a run of whet."""
@@ -122,6 +137,9 @@ def load(path: str, weights: ModelWeights, new_head: Tensor | None = None) -> No
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     checkpoint, arch = Foreign(path), weights.architecture
+    rules = [rule for rule in weights.rules if arch.has(rule) or (weights.value and rule.name == HEAD)]
+    parts = list(checkpoint.parameters(arch, rules))
+    checkpoint.refuse_more(parts)
     draws = new_head is not None and checkpoint.shapes.get(HEAD) != tuple(new_head.shape)
     wanted: dict[str, Any] = {}
     for number, stage in enumerate(weights.stages):
@@ -143,7 +161,6 @@ def load(path: str, weights: ModelWeights, new_head: Tensor | None = None) -> No
         missing, _ = stage.load_state_dict(mine, strict=False)
         if lost := [name for name in missing if not name.endswith("_extra_state")]:
             raise CheckpointError(f"{checkpoint.folder} gave no {', '.join(lost[:4])}")
-    parts = checkpoint.parameters(arch, weights.rules)
     weights.names = frozenset(part.stored[0] for part in parts) | ({HEAD_STORED} if draws else frozenset())
 
 
@@ -162,6 +179,7 @@ def stored(path: str, info: ModelInfo) -> Iterator[tuple[str, Tensor]]:
         if count != wanted:
             words = f"holds {count} of {wanted} parameters {rule.name}"
             raise CheckpointError(f"{checkpoint.folder} {words}; is it of the model whose config.json is given?")
+    checkpoint.refuse_more(parts)
     checkpoint.refuse_others(_whole_shapes(checkpoint, parts, arch), arch.vocabulary)
     for part in parts:
         whole = read_slice(checkpoint.folder, checkpoint.index, part.name, part.lead)

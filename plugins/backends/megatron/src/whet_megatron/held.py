@@ -160,7 +160,7 @@ class HeldModels:
         """Copy what this rank saves to host memory, and begin to write the copy. Every rank must take part."""
         self._write_adapter(folder)
         self._planned = checkpoint.planned(Path(folder), self._model, self._steps())
-        shared = self._planned.shared_with([*self._held(), *self._gradients()])
+        shared = self._planned.shared_with([*self._model.parameters(), *self._held(), *self._gradients()])
         self._writer.take(shared, sum(tensor.nbytes for _, tensor in shared), self._planned.write)
 
     async def written(self) -> Any:

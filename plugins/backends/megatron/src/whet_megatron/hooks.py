@@ -44,6 +44,10 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
     for path, section in sections.items():
         if isinstance(section.config, MegatronConfig):
             role = path.removeprefix("roles.")
-            yield from problems(section.config, path, gpus=config.cluster.gpus.get(role, 0))
+            own = config.roles[role].model if role in config.roles else None
+            where = f"{path}.model.dtype" if own else "model.dtype"
+            yield from problems(
+                section.config, path, config.cluster.gpus.get(role, 0), (own or config.model).dtype, where
+            )
             yield from lora_config.problems(section.config.lora, config, f"{path}.lora")
     yield from checked(config)

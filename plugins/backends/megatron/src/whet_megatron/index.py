@@ -31,6 +31,8 @@ CLASSES = frozenset(
     for name in names.split()
 )
 """What an index may name, and torch's dtypes. None of these runs code that the file holds."""
+PATHS = frozenset((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath"))
+"""Some writers note in an index where they wrote it. Nothing here reads that, so it becomes a text."""
 FILE = ".metadata"
 
 
@@ -39,7 +41,13 @@ class _Unpickler(pickle.Unpickler):
         """Return what an index may name."""
         if (module, name) in CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) in PATHS:
+            return _path
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs and which could run any code")
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
 
 
 def read_index(folder: Path) -> Any:

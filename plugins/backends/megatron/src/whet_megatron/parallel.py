@@ -11,6 +11,7 @@ What Megatron refuses only when it builds the model or computes the first step i
 """
 
 from collections.abc import Iterator
+from math import lcm
 
 import attrs
 from attrs import field, frozen
@@ -50,7 +51,7 @@ class ParallelConfig:
     @property
     def least_ranks(self) -> int:
         """Return the smallest number of ranks with these sizes."""
-        return self.pipeline * max(self.tensor * self.context, self.expert * self.expert_tensor)
+        return self.pipeline * lcm(self.tensor * self.context, self.expert * self.expert_tensor)
 
     @property
     def stages(self) -> int:

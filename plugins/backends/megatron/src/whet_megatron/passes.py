@@ -152,6 +152,8 @@ class Passes:
         """Run Megatron's schedule. `close` gets the hidden states of each pass on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        if not feeds:  # the same on all ranks
+            return
         model = self.head.model
         stages: list[Any] = model.chunks
         longest = max(feed.tokens.shape[1] for feed in feeds)

@@ -70,6 +70,8 @@ class Worker:
 
         if self._model.layers != "test":
             _refuse_without_flash_attention()
+            if self._model.dtype == torch.float32:
+                raise ConfigError("generator: flash-attn computes in bfloat16 alone; set model.dtype: bfloat16")
         config = self._config
         return Engine(
             self._model, self._ranks, StopStrings(self._info.path), max_batch=config.max_batch,

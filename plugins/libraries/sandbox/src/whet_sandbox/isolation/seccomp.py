@@ -8,8 +8,8 @@ clone with a flag of a namespace      EPERM
 socket, socketpair                    AF_UNIX alone: network namespaces do not cover AF_VSOCK, AF_ALG and others
 prlimit64, sched_set*                 the calling process alone
 ioctl                                 no input into terminals
-mmap                                  no shared memory without a file: the kernel keeps all of it while one page is mapped,
-                                      and no limit counts it
+mmap                                  no shared memory without a file: the kernel keeps all of it while a page
+                                      is mapped, and no limit counts it
 """
 
 import ctypes
