@@ -49,6 +49,8 @@ def test_a_few_words_describe_machines(words: str, nodes: list[tuple[int, int | 
         ("999999999x8xH100", "nodes is '999999999'"),
         ("99999xH100", "gpus: found '99999xH100'"),
         ("8xH100,corse=3", "found 'corse=3' in '8xH100,corse=3'; wanted cores=N"),
+        ("2x8xH100,nodes=4", "the number of machines is given twice in '2x8xH100,nodes=4': 2x, and nodes=4"),
+        ("8xH100,cores=8,cores=16", "cores is given twice"),
         ("", "wanted for example"),
         ("gone.yaml", "there is no file 'gone.yaml'"),
     ],

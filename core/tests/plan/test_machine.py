@@ -110,7 +110,9 @@ def test_a_container_over_its_limit_has_no_memory_left(tmp_path: Path) -> None:
     assert available_memory(root) == 0
 
 
-@pytest.mark.parametrize(("visible", "expected"), [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2)])
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2), ("-1", 0), ("0,-1,1", 1)]
+)
 def test_hidden_gpus_are_not_counted(tmp_path: Path, monkeypatch, visible: str | None, expected: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

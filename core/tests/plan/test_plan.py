@@ -195,9 +195,10 @@ BORROWING = GeneratorFacts(transports=("in-place",), in_place="whole")
         (LENDING, {}, {"colocate": []}, "put both into one group of cluster.colocate"),
         (LENDING, {}, {"ranks": {"backend": 2}}, "the backend has 2 and the generator 1"),
         (LENDING, {}, {"gpus": {"backend": 1}, "ranks": {"generator": 1}}, "on the same devices"),
+        (LENDING, {}, {"gpus": {"backend": 4, "generator": 2}, "ranks": {"generator": 4}}, "on the same devices"),
         (LENDING, {}, {"python": {"generator": "x"}}, "one Python, or have the generator hold weights of its own"),
     ],
-    ids=["lends none", "another form", "apart", "ranks", "devices", "pythons"],
+    ids=["lends none", "another form", "apart", "ranks", "devices", "fewer devices", "pythons"],
 )
 def test_a_generator_that_only_computes_in_place_is_refused_where_it_cannot(backend, generator, cluster, words):
     facts = {**FACTS, "backend": backend, "generator": evolve(BORROWING, **generator)}

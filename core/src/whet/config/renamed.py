@@ -32,8 +32,7 @@ def renamed_keys(fields: "Sequence[attrs.Attribute[Any]]") -> "dict[str, attrs.A
 def key_words(field: "attrs.Attribute[Any]", value: object) -> str:
     """Return what is wrong with an old key, and the line to write instead; of a section only its key."""
     new = _new_value(field, value)
-    key = field.alias or field.name
-    return f"was renamed; write {key}" + ("" if isinstance(new, Mapping) else f": {to_line(new)}")
+    return f"was renamed; write {field.alias}" + ("" if isinstance(new, Mapping) else f": {to_line(new)}")
 
 
 def value_words(field: "attrs.Attribute[Any]", value: object) -> str:

@@ -145,9 +145,7 @@ class Batch:
             return Shards(self, (self.sequences,))
         lengths, group = np.asarray(self.per_sequence["lengths"]), np.asarray(self.per_sequence["group"])
         _, first, unit = np.unique(np.asarray(self.per_sequence["unit"]), return_index=True, return_inverse=True)
-        place = np.argsort(np.lexsort((first, group[first])))[
-            unit
-        ]  # [B] position of the sequence's unit, in order of group
+        place = np.argsort(np.lexsort((first, group[first])))[unit]  # [B] position of the unit, in order of group
         cost = np.zeros(len(first), np.int64)
         np.add.at(cost, place, lengths)
         until = np.cumsum(cost)

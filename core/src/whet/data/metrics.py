@@ -6,14 +6,12 @@ from typing import Any, Literal
 import numpy as np
 from attrs import frozen
 
-MetricKind = Literal["mean", "sum", "max", "min", "histogram"]
-
 
 @frozen
 class Metric:
     """A number with the rule by which it is merged. Inside a worker the numbers may be 0-d tensors."""
 
-    kind: MetricKind
+    kind: Literal["mean", "sum", "max", "min", "histogram"]
     value: Any
     """For a mean, the sum of the values; for a histogram, the number of values from each edge up [K]; for other kinds
     the value itself."""

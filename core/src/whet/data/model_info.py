@@ -140,11 +140,6 @@ class ModelInfo:
         return value if isinstance(value, int) and value > 0 else default
 
 
-def has_tokenizer(folder: str | Path) -> bool:
-    """Return whether a model folder holds the tokenizer files that an engine needs to find stop strings."""
-    return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-
-
 def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool = False) -> ModelInfo:
     """Read a local model folder. Raises `ConfigError` that names what is missing."""
     folder = Path(path)

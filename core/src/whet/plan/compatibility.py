@@ -1,6 +1,6 @@
 """Checks whether parts fit each other, from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.component import (
@@ -221,10 +221,7 @@ def _lengths(config: Config, model: ModelInfo, roles: Roles) -> Iterator[Problem
             yield Problem(path, f"is {length}, but the model's positions end at {positions}")
     limit = rollout.max_context or positions
     asked = {"rollout.max_tokens": rollout.max_tokens} if "generator" in roles.names else {}
-    for where, entries in (
-        ("environments", config.environments), ("evaluation.environments", config.evaluation.environments)
-    ):  # fmt: skip
-        asked |= {f"{where}.{i}.sampling.max_tokens": entry.sampling.max_tokens for i, entry in enumerate(entries)}
+    asked |= {f"{path}.sampling.max_tokens": entry.sampling.max_tokens for path, entry in config.played()}
     for path, tokens in asked.items():
         if limit and tokens >= limit:
             yield Problem(path, f"is {tokens}, which leaves no room for a prompt in {limit} tokens")
@@ -275,7 +272,10 @@ def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
     named = [role for group in cluster.colocate or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
-    yield from _pythons(cluster, roles.known)
+    for name in cluster.python if cluster.workers == "inline" else ():
+        if name in roles.known:
+            words = "inline workers live in the driver, and in its Python"
+            yield Problem(f"cluster.python.{name}", f"{words}; remove this, or choose cluster.workers: process")
     yield from _nodes(cluster, roles)
     yield from gpus_apart(roles)
     for role in roles:
@@ -283,14 +283,6 @@ def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
             yield Problem(f"{role.path}.{problem.path}", problem.message)
     if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
-
-
-def _pythons(cluster: ClusterSection, known: Collection[str]) -> Iterator[Problem]:
-    """Find Python environments that the processes of roles cannot have; what is in them is looked at later."""
-    for role in cluster.python if cluster.workers == "inline" else ():
-        if role in known:
-            words = "inline workers live in the driver, and in its Python"
-            yield Problem(f"cluster.python.{role}", f"{words}; remove this, or choose cluster.workers: process")
 
 
 def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:

@@ -136,13 +136,6 @@ def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
     )
 
 
-def passes(section: "EvaluationSection") -> "Scoring":
-    """Return the criterion of a pass in training, which is `evaluation.passing`."""
-    from whet.rollout.scoring import Passing, Scoring
-
-    return Scoring(passing=Passing(section.passing.reward, section.passing.at_least))
-
-
 def scoring(section: "EvaluationSection", i: int, environment: "Environment") -> "Scoring":
     """Return the figures to compute for the environment at a position of `evaluation.environments`.
 

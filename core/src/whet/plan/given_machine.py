@@ -57,14 +57,13 @@ class MachineFile:
 def given_machine(text: str) -> Machine:
     """Return the machines that a text describes, or the file of that name. Raises `ConfigError`."""
     try:
-        if Path(text).suffix in (".yaml", ".yml"):
-            return _of_file(Path(text))
-        return _of_words(text)
+        first, *others = _of_file(Path(text)) if Path(text).suffix in (".yaml", ".yml") else _of_words(text)
     except ConfigError as error:
         raise ConfigError([f"--machine: {problem}" for problem in error.problems]) from error
+    return evolve(first, others=tuple(others), given=True)
 
 
-def _of_file(file: Path) -> Machine:
+def _of_file(file: Path) -> list[Machine]:
     sections = structure(read_file(file).value, MachineFile, None).nodes
     nodes = list[Machine]()
     for i, section in enumerate(sections):
@@ -72,10 +71,10 @@ def _of_file(file: Path) -> Machine:
             nodes += [_node(section)] * section.count
         except ConfigError as error:
             raise ConfigError([f"{file}: nodes.{i}.{problem}" for problem in error.problems]) from error
-    return _cluster(nodes)
+    return nodes
 
 
-def _of_words(text: str) -> Machine:
+def _of_words(text: str) -> list[Machine]:
     """Read the compact form."""
     first, *rest = text.replace(" ", "").split(",")
     if not first:
@@ -87,9 +86,13 @@ def _of_words(text: str) -> Machine:
         key, _, value = word.partition("=")
         if key not in ("cores", "memory", "nodes") or not value:
             raise ConfigError(f"found {word!r} in {text!r}; wanted cores=N, memory=SIZE or nodes=N")
+        if key in keys:
+            raise ConfigError(f"{key} is given twice in {text!r}")
         keys[key] = value
     count, gpus = keys.get("nodes", "1"), first
     if several := re.fullmatch(r"(\d+)x(\d+x.*)", first, re.IGNORECASE):
+        if "nodes" in keys:
+            raise ConfigError(f"the number of machines is given twice in {text!r}: {several[1]}x, and nodes={count}")
         count, gpus = several[1], several[2]
     numbers = {"nodes": count, "cores": keys.get("cores", "0")}
     for key, number in numbers.items():
@@ -97,12 +100,7 @@ def _of_words(text: str) -> Machine:
         if not number.isdecimal() or not least <= int(number[:9]) <= PROCESSES or len(number) > 9:
             raise ConfigError(f"{key} is {number!r} in {text!r}, wanted a whole number from {least} to {PROCESSES}")
     section = NodeSection(int(count), int(numbers["cores"]), keys.get("memory", ""), gpus)
-    return _cluster([_node(section)] * section.count)
-
-
-def _cluster(nodes: list[Machine]) -> Machine:
-    first, *others = nodes
-    return evolve(first, others=tuple(others), given=True)
+    return [_node(section)] * section.count
 
 
 def _node(section: NodeSection) -> Machine:

@@ -28,7 +28,6 @@ class Loaded:
     registry: Registry
     document: dict[str, Any]
     """The file with what it extends and the overrides, before any default."""
-    path: Path
     layers: tuple[Layer, ...]
     """The layers of the document, the weakest first."""
 
@@ -78,7 +77,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             found.append(Problem("endpoint.serve", f"is true; {missing}"))
         if found:
             raise ConfigError([str(problem) for problem in found])
-    return Loaded(config, registry, document, path, tuple(laid))
+    return Loaded(config, registry, document, tuple(laid))
 
 
 def _with_names_of_today(layer: Layer, registry: Registry) -> Layer:

@@ -69,7 +69,7 @@ def gpu_memory(count: int) -> tuple[int | None, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not sizes:
         return tuple(sizes)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = _visible(visible)
     if all(name.isdecimal() and int(name) < len(sizes) for name in names):
         return tuple(sizes[int(name)] for name in names)
     return (min(sizes),) * len(names)
@@ -103,7 +103,13 @@ def gpu_count(root: Path = ROOT) -> int:
     driver = root / "proc/driver/nvidia/gpus"
     gpus = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else min(gpus, len([name for name in visible.split(",") if name.strip()]))
+    return gpus if visible is None else min(gpus, len(_visible(visible)))
+
+
+def _visible(names: str) -> list[str]:
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` names. CUDA ends at the first number below 0: -1 hides all."""
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    return found[: next((i for i, name in enumerate(found) if name.startswith("-")), None)]
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -176,7 +176,8 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
     one_form = backend.facts.in_place == generator.facts.in_place
-    in_place = aligned and one_form and bool(backend.gpus) == bool(generator.gpus)
+    devices = min(backend.gpus, backend.ranks), min(generator.gpus, receivers)
+    in_place = aligned and one_form and len(set(devices)) == 1
     if why := _apart(backend, generator, in_place=in_place):
         raise ConfigError(why)
     adapter, words = adapter_of(content, roles, name, cluster.transport)

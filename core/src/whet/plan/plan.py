@@ -41,8 +41,6 @@ class Plan:
     """Roles that release their memory while the others work: the roles of training, of generation; empty: none."""
     max_context: int
     """Longest sequence, in tokens; 0: no limit is known."""
-    imports: tuple[str, ...] = ()
-    """Modules that worker processes import while the driver still prepares."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Reasons why this machine cannot run it, though another one might."""
@@ -50,8 +48,6 @@ class Plan:
     """Memory that every host and GPU must have at least; empty: the placement of the roles is not known."""
     refusals: tuple[str, ...] = ()
     """Reasons why the run does not fit on the machine that it was planned for, and must not be started."""
-    machines: int = 1
-    """How many machines it was planned for."""
     peaks: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
     """The predicted peak of memory of one rank of each role in each phase; see the feature `memory-forecast`."""
     role_ways: Mapping[str, Way] = attrs.field(factory=dict)
@@ -95,9 +91,7 @@ def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInf
     They include whether the environments of an evaluation state answers.
     """
     own = {f"roles.{name}": info for name, info in (models or {}).items()}
-    facts = dict[str, Facts]()
-    for path, selection in selections(config):
-        facts[path] = facts_of(selection, own.get(path, model))
+    facts: dict[str, Facts] = {path: facts_of(one, own.get(path, model)) for path, one in selections(config)}
     return with_answers(config.evaluation, facts)
 
 
@@ -145,7 +139,6 @@ def make_plan(
     if problems:
         return None, problems
     context = config.rollout.max_context or model.max_positions
-    imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
     planned = (plan_role(config.cluster, roles, name, machine, bool(staleness)) for name in roles.names)
     kept = config.cluster.recovery.enabled and config.cluster.recovery.replicas > 0
     placed = tuple(_with_way(role, way, model, kept=kept) for role in planned)
@@ -154,9 +147,9 @@ def make_plan(
     full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine))
     # GPUs that this machine lacks are a warning, for the run may be meant for another one; a given machine is the one.
     plan = Plan(
-        config.cluster.launcher, inline, placed, way, feeds_on, turns, context, imports, (*notes, *of_turns),
+        config.cluster.launcher, inline, placed, way, feeds_on, turns, context, (*notes, *of_turns),
         warnings=() if machine.given else lacking, memory=tuple(found),
-        refusals=(*lacking, *full) if machine.given else full, machines=len(machine.nodes), role_ways=ways,
+        refusals=(*lacking, *full) if machine.given else full, role_ways=ways,
     )  # fmt: skip
     return plan, []
 

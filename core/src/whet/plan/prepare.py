@@ -175,13 +175,15 @@ def _find_model(section: "ModelSection", config_only: bool, where: str = "") -> 
         folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
         model = read_model(folder, section.dtype, section.trust_remote_code)
         if section.chat_template is not None:
-            model = evolve(model, chat_template=_template(section.chat_template))
+            model = evolve(model, chat_template=chats().given_template(section.chat_template))
         if section.template and (folder / "tokenizer.json").is_file():
             _check_arguments(folder, section)
         if not config_only:
             check_weights(folder)
     except ConfigError as error:
         raise ConfigError([f"{where}{problem}" for problem in error.problems]) from error
+    except DataError as error:  # of the chat template
+        raise ConfigError(f"{where}{error}") from error
     return model
 
 
@@ -191,15 +193,6 @@ def _check_arguments(folder: Path, section: "ModelSection") -> None:
         _ = chats().ChatTokenizer(folder, section.chat_template, arguments=section.template).template
     except DataError as error:
         raise ConfigError(f"model.template: {error}") from error
-
-
-def _template(given: str) -> str:
-    """Read a chat template that a config names."""
-    try:
-        found: str = chats().given_template(given)
-        return found
-    except DataError as error:
-        raise ConfigError(str(error)) from error
 
 
 def find_interpreters(cluster: "ClusterSection", roles: Roles) -> tuple[dict[str, Interpreter], list[Problem]]:

@@ -11,11 +11,12 @@ from whet.config.build import build_selection
 from whet.data.records import Sampling
 from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.compatibility import DEFAULT_SPLIT
-from whet.plan.evaluation import passes, scoring
+from whet.plan.evaluation import scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.plugins.features import APART, chats, reader
 from whet.rollout.routing import Route
+from whet.rollout.scoring import Passing, Scoring
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +98,8 @@ def read_inputs(
             names=field_names(config.algorithm),
             epochs=config.run.epochs,
         )  # fmt: skip
-    criterion = passes(config.evaluation)
+    passing = config.evaluation.passing
+    criterion = Scoring(passing=Passing(passing.reward, passing.at_least))
     here = routes("environments", config.environments if training else ())
     there = routes("evaluation.environments", config.evaluation.environments if evaluation else ())
     return Inputs(

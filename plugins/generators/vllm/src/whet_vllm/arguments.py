@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.component import Package
-from whet.data.model_info import has_tokenizer
-from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
+from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine, has_tokenizer
 from whet_generation.limits import context_length
 from whet_generation.routed_experts import COLUMN
 from whet_vllm import adapter

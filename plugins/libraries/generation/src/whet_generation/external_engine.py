@@ -130,6 +130,11 @@ class ForeignEngine:
         )
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a model folder holds the tokenizer files that an engine needs to find stop strings."""
+    return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
 def visible_gpus(device: str) -> dict[str, str]:
     """Return `CUDA_VISIBLE_DEVICES` for the processes of an engine that has a device of this process.
 
