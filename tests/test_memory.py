@@ -111,7 +111,7 @@ def test_what_is_not_enough_is_told_as_what_brings_it_nearer(recipe, whet):
 
 def test_stages_of_a_pipeline_are_predicted_each_and_refused_with_changes_that_fit(recipe, whet):
     on_four = ("cluster.gpus={backend: 4, generator: 4}", "--machine", "4xH100-80GB,cores=96,memory=1TB")
-    stages = "backend={use: megatron, parallel: {pipeline: 2}, micro_batch_tokens: 8192}"
+    stages = "backend={use: megatron, layout: padded, parallel: {pipeline: 2}, micro_batch_tokens: 8192}"
     done = whet("check", recipe, stages, "rollout.max_context=8192", "algorithm.prompts_per_step=64", *on_four)
     assert done.code == 1
     row = re.search(r"^  backend +train +([\d.]+) GiB.*? \| ([\d.]+) GiB", done.output, re.MULTILINE)

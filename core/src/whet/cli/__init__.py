@@ -39,7 +39,7 @@ class Terminated(BaseException):
 
 
 def _disarm() -> None:
-    """Let signals end the process at once: only Python's own exit is left, which would show tracebacks."""
+    """Restore what signals do by default: only Python's own exit is left, and would show tracebacks."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
