@@ -196,3 +196,26 @@ def test_a_logger_that_writes_outside_the_run_folder_is_told_in_the_plan(good, w
     assert f"loggers.0.path: jsonl writes to {good.parent / 'of-all.jsonl'}, outside the run folder {run}" in told
     assert f"loggers.1.folder: tensorboard writes to {tmp_path}, outside the run folder {run}" in told
     assert "loggers.2" not in told
+
+
+@pytest.mark.parametrize(
+    ("loggers", "told"),
+    [
+        ("[{use: jsonl, path: config.yaml}]", "loggers.0.path: 'config.yaml' is written by the run itself"),
+        ("[{use: jsonl, path: sub/../metrics.jsonl}]", "loggers.0.path: 'metrics.jsonl' is written by the run itself"),
+        ("[{use: tensorboard, folder: checkpoints}]", "loggers.0.folder: 'checkpoints' is written by the run itself"),
+        (
+            "[{use: plot}, {use: plot, file: ./plot.png}]",
+            "loggers.1.file: 'plot.png' is already written by loggers.0.f",
+        ),
+        ("[{use: jsonl, path: a}, {use: tensorboard, folder: a}]", "loggers.1.folder: 'a' is already written by logge"),
+        ("[{use: plot, file: plot}]", "loggers.0.file"),
+    ],
+)
+def test_a_logger_that_writes_what_another_part_of_the_run_writes_is_refused(good, whet, loggers, told):
+    assert told in whet("check", good, f"loggers={loggers}").error
+
+
+def test_loggers_may_write_side_by_side(good, whet):
+    loggers = "[{use: jsonl, path: '-'}, {use: jsonl, path: '-'}, {use: jsonl, path: a.jsonl}, {use: plot}]"
+    assert whet("check", good, f"loggers={loggers}").code == 0

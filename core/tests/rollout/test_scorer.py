@@ -30,7 +30,7 @@ class Last:
 def ask():
     def ask(longest, *talks, cut=False):
         chat = SimpleNamespace(
-            training=lambda talk: SimpleNamespace(tokens=np.frombuffer(talk[-1].text.encode(), "u1"))
+            training=lambda talk, train_on: SimpleNamespace(tokens=np.frombuffer(talk[-1].text.encode(), "u1"))
         )
         backend = Last()
         scorer = RoleScorer(lambda: backend, lambda: chat, longest, "critic")

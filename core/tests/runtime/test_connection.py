@@ -12,7 +12,7 @@ import pytest
 
 from whet.errors import WorkerError
 from whet.runtime.channel import Line, send
-from whet.runtime.connection import Call, Connection
+from whet.runtime.connection import Call, Connection, end_all
 from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
@@ -113,3 +113,22 @@ def test_a_traceback_that_is_written_after_the_stacks_is_no_part_of_them(connect
     assert connection.pid
     wait_until(lambda: bool(connection._heard), "the process has said that it lives")
     assert connection.last_words() == stacks.rstrip()
+
+
+def test_processes_that_do_not_end_are_all_killed_before_their_ends_are_waited_for() -> None:
+    told: list[str] = []
+
+    class Late:
+        def __init__(self, name: str) -> None:
+            self.name, self.process = name, self
+
+        def gone_by(self, deadline: float) -> bool:
+            told.append(f"{self.name} waited for")
+            return False
+
+        def kill(self) -> None:
+            told.append(f"{self.name} killed")
+
+    end_all([Late("a"), Late("b")], 0.0)  # type: ignore[list-item]
+    waited = ["a waited for", "b waited for"]
+    assert told == [*waited, "a killed", "b killed", *waited]

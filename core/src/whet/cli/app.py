@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 import click
 
@@ -28,6 +29,10 @@ def run_command() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except OSError as error:  # of `--help` or `--version`; a command has its own
+        with suppress(OSError):
+            print(f"Error: {error.strerror or error}", file=sys.stderr)
+        return 1
     except click.Abort:  # click turns Ctrl-C into this
         raise KeyboardInterrupt from None
     return code

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from whet.errors import Undecided
+
 _REASONS: ContextVar[list[str] | None] = ContextVar("whet_undecided", default=None)
 
 
@@ -30,3 +32,9 @@ def note(reason: str) -> None:
     reasons = _REASONS.get()
     if reasons is not None:
         reasons.append(reason)
+
+
+def note_undecided(error: BaseException) -> None:
+    """Add the reason of an `Undecided`, unless its grader has noted one. Do nothing for other errors."""
+    if isinstance(error, Undecided) and not _REASONS.get():
+        note(str(error))

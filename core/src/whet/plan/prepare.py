@@ -37,6 +37,31 @@ if TYPE_CHECKING:
     from whet.plugins.registry import Registry
 
 
+OWN = frozenset(
+    [
+        "config.yaml",
+        "identity.json",
+        "versions.json",
+        "plan.json",
+        "journal.jsonl",
+        "metrics.jsonl",
+        "histograms.jsonl",
+        "spans.jsonl",
+        ".lock",
+        "rollouts",
+        "evaluations",
+        "tables",
+        "checkpoints",
+        "model",
+        "logs",
+        "scratch",
+        "endpoint.json",
+        "endpoint.jsonl",
+    ]
+)
+"""What a run writes in its folder."""
+
+
 @frozen
 class Prepared:
     """A config with its plan. Nothing is started, and the run folder is not locked."""
@@ -118,10 +143,12 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         names = field_names(config.algorithm)
         found, recognised = look_at_data(config.data, roles.algorithm.record_fields, names)
         problems += [*found, *_unchecked(config.weight_sync.probe, roles)]
+    folder = Path(config.run.folder).expanduser().absolute()
+    problems += _taken(folder, roles.selections)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
-    notes += [*_unsaid(cluster, target), *_outside(config.run.folder, roles.selections), *recognised]
+    notes += [*_unsaid(cluster, target), *_outside(folder, roles.selections), *recognised]
     notes += keep_best_notes(config.run, config.evaluation)
     plan = evolve(
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
@@ -245,15 +272,32 @@ def _packages(roles: Roles, interpreters: Mapping[str, Interpreter]) -> Iterator
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
 
 
-def _outside(run_folder: str, selections: Mapping[str, Selection]) -> Iterator[str]:
-    """Return which components write to a place outside the run folder."""
-    folder = Path(run_folder).expanduser().absolute()
+def _written(folder: Path, selections: Mapping[str, Selection]) -> Iterator[tuple[str, str, Path, str]]:
+    """Yield all that components write: key, component, file or folder, and its place in the run folder."""
     for path, selection in selections.items():
         for field_ in fields(cast(Any, type(selection.config))):
-            if field_.metadata.get("writes"):
-                target = os.path.normpath(folder / getattr(selection.config, field_.name))
-                if not Path(target).is_relative_to(os.path.normpath(folder)):
-                    yield f"{path}.{field_.alias}: {selection.name} writes to {target}, outside the run folder {folder}"
+            if field_.metadata.get("writes") and (name := getattr(selection.config, field_.name)) != "-":
+                target = os.path.normpath(folder / name)
+                inner = os.path.relpath(target, os.path.normpath(folder))
+                yield f"{path}.{field_.alias}", selection.name, Path(target), inner
+
+
+def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Problem]:
+    """Find components that write what the run itself or another component writes."""
+    owners = dict[Path, str]()
+    for key, _, target, inner in _written(folder, selections):
+        owner = owners.setdefault(target, key)
+        if inner == "." or inner.split(os.sep)[0] in OWN:
+            yield Problem(key, f"{inner!r} is written by the run itself; choose another name")
+        elif owner != key:
+            yield Problem(key, f"{inner!r} is already written by {owner}; choose another name")
+
+
+def _outside(folder: Path, selections: Mapping[str, Selection]) -> Iterator[str]:
+    """Return which components write to a place outside the run folder."""
+    for key, component, target, inner in _written(folder, selections):
+        if inner.split(os.sep)[0] == os.pardir:
+            yield f"{key}: {component} writes to {target}, outside the run folder {folder}"
 
 
 def _not_here(cluster: "ClusterSection", roles: Roles) -> Iterator[str]:

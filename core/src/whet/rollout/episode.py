@@ -11,7 +11,7 @@ from whet.data.records import Episode, Group, Sampling, gold_answer
 from whet.errors import ContextFull, EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.environment import GroupRewarding, checked_rewards, stated_answer
-from whet.interfaces.undecided import note, noted
+from whet.interfaces.undecided import note_undecided, noted
 from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.recorded import Assignment, RecordedModel, Sequences
@@ -145,8 +145,7 @@ class Player(Sequences):
                 rewards = checked_rewards(given, route.name, further=further)
             except (Undecided, ContextFull) as error:
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
-                if isinstance(error, Undecided) and not undecided:
-                    note(str(error))
+                note_undecided(error)
         sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")

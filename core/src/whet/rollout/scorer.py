@@ -59,7 +59,7 @@ class RoleScorer:
         """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... one that was
         cut.
         """
-        tokens = self._fitted(self._chat().training(conversation(messages)).tokens, cut)
+        tokens = self._fitted(self._chat().training(conversation(messages), "last").tokens, cut)
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, answer))
         if self._serving is None or self._serving.done():

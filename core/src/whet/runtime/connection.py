@@ -24,6 +24,7 @@ from whet.runtime.wire import Buffer, decode, encode
 _PATIENCE_FOR_STACKS = 0.1
 _PATIENCE_FOR_AN_END = 5.0  # longer than it takes to find out why a node was lost
 _PATIENCE_FOR_LAST_ANSWERS = 1.0
+_PATIENCE_FOR_A_KILL = 10.0
 _DEEPEST_STACK = 20
 _MOMENT_SECONDS = 0.05
 _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
@@ -233,10 +234,12 @@ class Connection:
         self.tell({"do": "exit"})
 
     def end(self, deadline: float) -> None:
-        """Wait for the end of the process, and kill it at `deadline`, in the seconds of `time.monotonic`."""
-        if not self._gone.wait(max(0.0, deadline - time.monotonic())):
-            self.process.kill()
-            self._gone.wait(10.0)
+        """Wait for the end of the process, and kill it at `deadline`; see `end_all`."""
+        end_all([self], deadline)
+
+    def gone_by(self, deadline: float) -> bool:
+        """Wait for the end of the process until `deadline`, in the seconds of `time.monotonic`. Return if it ended."""
+        return self._gone.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self, reason: WorkerError) -> None:
         """Kill the process because of a failure. Every call under way fails."""
@@ -389,3 +392,13 @@ class Connection:
             call.done(value, None)
         else:
             call.done(None, call.error(f"{value['cause']} (see {self._log})", details=value["details"]))
+
+
+def end_all(connections: Sequence[Connection], deadline: float) -> None:
+    """Wait for the ends of processes. Kill at `deadline` the ones that still run, all at once."""
+    late = [connection for connection in connections if not connection.gone_by(deadline)]
+    for connection in late:
+        connection.process.kill()
+    patience = time.monotonic() + _PATIENCE_FOR_A_KILL
+    for connection in late:
+        connection.gone_by(patience)

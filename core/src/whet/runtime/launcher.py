@@ -23,7 +23,7 @@ from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.connection import Call, Connection, InFlightCall
+from whet.runtime.connection import Call, Connection, InFlightCall, end_all
 from whet.runtime.deadlines import DeadlineWatch, told_at_once
 from whet.runtime.hosts import Host, Launcher
 from whet.runtime.traffic import Traffic
@@ -174,8 +174,7 @@ class Cluster:
         deadline = time.monotonic() + (BUSY_GRACE_SECONDS if busy else self.settings.grace_seconds)
         for connection in connections:
             connection.leave()
-        for connection in connections:
-            connection.end(deadline)
+        end_all(connections, deadline)
         self.deadline_watch.stop()
         self.traffic.stop()
         self.launcher.close()
@@ -282,7 +281,9 @@ class ProcessWorkerGroup:
     def _rendezvous(self, slot: int, workers: ConnectedWorkers) -> str:
         try:
             return self.cluster.launcher.rendezvous(self.role, slot, workers.processes)
-        except WhetError as error:
+        except (WhetError, TimeoutError) as error:
+            if (lost := self.cluster.loss(self.role, "start")) is not None:
+                raise lost from error
             raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error
 
 

@@ -21,7 +21,7 @@ from attrs import frozen
 from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.workers import Heard
 from whet.runtime.channel import frame
-from whet.runtime.connection import Call, Connection
+from whet.runtime.connection import Call, Connection, end_all
 from whet.runtime.hosts import HostProcess
 from whet.runtime.streams import Mailbox, one_stream, streams
 from whet.runtime.wire import encode
@@ -258,8 +258,7 @@ class ConnectedWorkers:
         with suppress(WorkerError):  # an error of a worker is in its log
             closing.result()
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
-        for connection in ending:
-            connection.end(deadline)
+        end_all(ending, deadline)
 
     def _message(self, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
         return {"do": "call", "slot": self._slot, "method": method, "args": tuple(args)}

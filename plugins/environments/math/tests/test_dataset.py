@@ -263,3 +263,25 @@ def test_the_splits_are_facts_where_the_config_names_them():
     assert facts(MathConfig(dataset="openai/gsm8k"), ModelInfo("")).splits is None
     made, known = Arithmetic(ArithmeticConfig()), facts(ArithmeticConfig(), ModelInfo("")).splits
     assert [len(made.tasks(split)) > 0 for split in known] == [True, True]
+
+
+def test_numbers_beside_each_other_units_and_separators_are_read_as_people_do(make):
+    environment = make(RECORDS[:1])
+    right = [
+        ("18 dollars", "18"), ("24 eggs", "24"), ("$24 dollars", "24"), ("1450 miles per hour", "1450"),
+        ("10\\,000", "10000"), ("1~450", "1450"), ("1 450", "1450"), ("10{,}000", "10,000"), ("5\\text{ km}", "5"),
+        ("\\log_2 8", "\\log_2 8"), ("\\frac{3}{4}", "0.75"),
+    ]  # fmt: skip
+    wrong = [
+        ("3 4", "7"), ("3\\quad 1", "4"), ("3\\,5\\,7", "15"), ("2 \\text{ million}", "2"), ("24 plus 3", "24"),
+        ("5 squared", "5"), ("18 or 19 eggs", "18"), ("451", "1\\,450"),
+    ]  # fmt: skip
+    for expected, pairs in ((1.0, right), (0.0, wrong)):
+        for answer, gold in pairs:
+            found = play(environment, Task("?", {"answer": gold}), f"so \\boxed{{{answer}}}")
+            assert found == {"correct": expected}, (answer, gold)
+
+
+def test_separators_of_thousands_in_right_answers_are_removed(make):
+    (task,) = make([{"question": "?", "answer": "#### 1\\,450"}]).tasks("train")
+    assert task.data == {"answer": "1450"}

@@ -12,7 +12,8 @@ import pytest
 from whet.config.build import build_selection
 from whet.config.structure import structure
 from whet.data.records import Episode, Task, Trajectory
-from whet.errors import ConfigError, EpisodeError, Undecided
+from whet.errors import ConfigError, ContextFull, EpisodeError, Undecided
+from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
 from whet.rollout.rewards import total_reward
 from whet_data.finished import Finished
@@ -152,6 +153,7 @@ def test_an_exact_match_ignores_what_it_is_told(text: str, ignoring: str, right:
         *((text, "A") for text in ("", "The", "!!!", "an", "B")),
         *((text, "+") for text in ("", "-", "the", "!")),
         ("5", "-5"),
+        *(("2^3", "23"), ("3:4", "34"), ("1,2", "12"), ("12+3", "123"), ("5*6", "56"), ("1e-5", "1e5")),
         ("-5", "5"),
         ("15", "1.5"),
         ("1.5", "15"),
@@ -451,3 +453,28 @@ def test_hostile_text_costs_little_time(what: str) -> None:
     values = [score(HOSTILE_ANSWERS[what], "A", **part) for part in parts]
     assert all(-1 <= value <= 1 for value in values)
     assert time.process_time() - begin < 3
+
+
+@pytest.mark.parametrize("error", [Undecided("too long"), ContextFull(5, 5)])
+def test_an_episode_without_a_reward_of_its_own_is_compared_with_the_others(tmp_path: Path, error: Exception) -> None:
+    environment = rewarded(environment={"use": "arithmetic"}, environment_weight=0.0, rewards=[{"use": "tag-format"}])
+
+    async def fails(task: Task, model: Any) -> Any:
+        raise error
+
+    environment._inner.run = fails  # type: ignore[method-assign]
+    with noted() as reasons:
+        own = asyncio.run(environment.run(environment.tasks("train")[0], FakeModel("4")))
+    assert own == dict.fromkeys(environment._inner.reward_weights, 0.0)
+    assert reasons == (["too long"] if isinstance(error, Undecided) else [])
+
+
+def test_the_weight_of_an_environment_holds_for_rewards_that_it_does_not_declare() -> None:
+    environment = rewarded(environment={"use": "arithmetic"}, environment_weight=0.0, rewards=[{"use": "tag-format"}])
+
+    async def more(task: Task, model: Any) -> Any:
+        return {"extra": 5.0}
+
+    environment._inner.run = more  # type: ignore[method-assign]
+    asyncio.run(environment.run(environment.tasks("train")[0], FakeModel("4")))
+    assert environment.reward_weights["extra"] == 0.0

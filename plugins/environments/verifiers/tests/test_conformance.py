@@ -139,3 +139,17 @@ def test_without_verifiers_the_error_says_what_to_install(tmp_path: Path) -> Non
 def test_an_id_that_is_no_module_is_refused(taskset: str) -> None:
     with pytest.raises(ValueError, match="wanted the id of a taskset"):
         VerifiersConfig(taskset=taskset)
+
+
+def test_a_process_that_had_nothing_to_answer_is_not_silent(strange: Any) -> None:
+    async def cancelled(environment: Verifiers) -> None:
+        async with asyncio.timeout(1.5):
+            await environment.run(environment.tasks("train")[0], FakeModel("1"))
+
+    environment = strange("waits", seconds=4.0)
+    (process,) = environment._processes
+    environment.tasks("train")
+    process.heard -= 1000.0  # as after a long training step
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled(environment))
+    assert process.alive

@@ -10,6 +10,7 @@ from whet.config.sections import ClusterSection
 from whet.errors import ConfigError
 from whet_ray import hooks
 from whet_ray.address import address_problem, address_to_join, head_of
+from whet_ray.node_agent import interface_of
 
 THERE = "10.0.0.1:6379"
 
@@ -74,3 +75,9 @@ def test_a_config_with_an_address_that_cannot_be_joined_is_refused(
     assert [str(problem).partition(", and the")[0] for problem in problems] == [
         "cluster.address: is 'ray://10.0.0.1:6379', which is for Ray's client"
     ] * count
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.250") == ""
+    assert interface_of("::1") in ("lo", "")

@@ -22,7 +22,7 @@ from whet_ray import life as ray_life
 from whet_ray import session as ray_session
 from whet_ray.cluster import RayCluster
 from whet_ray.places import Names, Places
-from whet_ray.session import RaySession
+from whet_ray.session import RaySession, _not_started
 from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.processes import adopting_orphans, descendants, survivors
 from whet_testing.scripted_worker import TARGET
@@ -261,3 +261,14 @@ def test_what_keeps_ray_from_being_there_is_told_of_the_role_that_wanted_it(rank
     told = r"backend rank 0 failed in start: .*nobody answers at 127\.0\.0\.1:1 "
     with RayCluster(tmp_path, address="127.0.0.1:1") as cluster, pytest.raises(WorkerError, match=told):
         cluster.worker_group("backend", ranks).spawn(TARGET, {})
+
+
+def test_an_error_of_several_lines_names_both_versions() -> None:
+    text = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.1\nThis one:\n    Ray: 2.59"
+    )
+    words = str(_not_started(RuntimeError(text)))
+    assert "Ray: 2.60.0" in words
+    assert "Ray: 2.59" in words
+    assert str(_not_started(RuntimeError("one\ntwo"))).startswith("Ray: RuntimeError: one")
+    assert "two" not in str(_not_started(RuntimeError("one\ntwo")))

@@ -146,7 +146,9 @@ def test_it_shows_the_prompts_of_environments(command, config):
     )  # fmt: skip
     document = yaml.safe_load(path.read_text())
     del document["data"]
-    path.write_text(yaml.safe_dump({**document, "environments": [{"use": "arithmetic"}]}))
+    path.write_text(
+        yaml.safe_dump({**document, "environments": [{"use": "arithmetic"}], "rollout": {"max_tokens": 16}})
+    )
     found = done(command("data", "look", path, "--records", "50", "--rows", "1"))
     assert found.startswith("environments of grpo\n  environments.0: arithmetic, split 'train', ")
     assert "arithmetic[0]  " in found

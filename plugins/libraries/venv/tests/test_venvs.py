@@ -123,6 +123,7 @@ def test_what_another_process_works_at_is_left_alone(home: Path) -> None:
 
 def test_one_that_is_not_finished_is_listed_as_that_and_can_be_removed(home: Path) -> None:
     (home / "half" / "bin").mkdir(parents=True)
+    (home / "half" / venvs.LOG).touch()
     assert listed() == [{"name": "half", "folder": str(home / "half")}]
     remove("half")
     assert not (home / "half").exists()
@@ -159,3 +160,19 @@ def test_what_is_installed_here_is_installed_there_in_the_same_way(install: Any)
         assert as_here("whet-engine[cpu]") == words
     for word in ("whet-engine>=3", "whet-nobody", "./folder", "a b", "numpy"):
         assert as_here(word) == [word], "as it was asked for"
+
+
+def test_a_folder_of_somebody_else_is_left_alone(home: Path) -> None:
+    (home / "mine").mkdir(parents=True)
+    (home / "mine" / "notes.txt").write_text("mine")
+    for act in (lambda: create("mine", Recipe(())), lambda: remove("mine")):
+        with pytest.raises(WhetError, match="was not made by `whet env create`"):
+            act()
+    assert (home / "mine" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("record", ['{"name": "half", "ma', "[]"])
+def test_a_damaged_record_is_that_of_an_environment_that_is_not_finished(home: Path, record: str) -> None:
+    (home / "half").mkdir(parents=True)
+    (home / "half" / venvs.RECORD).write_text(record)
+    assert listed() == [{"name": "half", "folder": str(home / "half")}]

@@ -3,8 +3,6 @@
 import json
 import math
 
-import pytest
-
 from whet.component import Selection, resolve
 from whet.config.sections import Config, ModelSection, RunSection
 from whet.interfaces.logger import Logger, RunInfo
@@ -83,14 +81,3 @@ def test_a_dash_writes_to_standard_output(tmp_path, capsys):
     write(tmp_path, [1], config=JsonlConfig(path="-"))
     assert json.loads(capsys.readouterr().out) == {"step": 1, "loss": 0.5, "reward/mean": 1.0}
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["metrics.jsonl", "./spans.jsonl"])
-def test_the_runs_own_records_are_refused(path):
-    (problem,) = hooks.whet_check_config(config_with("-", path))
-    assert problem.path == "loggers[1].path"
-    assert path in problem.message
-
-
-def test_two_loggers_may_not_write_one_file():
-    assert [p.path for p in hooks.whet_check_config(config_with("a.jsonl", "-", "-", "a.jsonl"))] == ["loggers[3].path"]

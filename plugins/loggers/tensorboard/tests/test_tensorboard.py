@@ -14,10 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util.tensor_util import make_ndarray
 
 import whet.interfaces.logger
-from whet.component import Selection
-from whet.config.sections import Config, ModelSection, RunSection
 from whet.interfaces.logger import RunInfo
-from whet_tensorboard import hooks
 from whet_tensorboard.config import TensorboardConfig
 from whet_tensorboard.logger import TensorboardLogger, values
 
@@ -124,14 +121,6 @@ def test_what_float32_cannot_hold_is_infinite(tmp_path: Path) -> None:
 )
 def test_values_have_dotted_paths(config: Any, expected: Any) -> None:
     assert values(config) == (config if expected is None else expected)
-
-
-def test_two_loggers_may_not_write_one_folder() -> None:
-    (component,) = hooks.whet_loggers()
-    loggers = [Selection("loggers", component, TensorboardConfig(folder=name)) for name in ("a", "b", "./a")]
-    config = Config(RunSection("runs/x", 1), ModelSection("m"), algorithm=None, backend=None, loggers=loggers)
-    (problem,) = hooks.whet_check_config(config)
-    assert problem.path == "loggers.2.folder"
 
 
 @pytest.mark.parametrize(

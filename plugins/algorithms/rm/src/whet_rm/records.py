@@ -38,7 +38,7 @@ def encode(
     """
     chosen, rejected, _ = pair_conversations(record, names)
     chat = with_fields(record, chat, chosen, rejected)
-    found = [chat.training(one).tokens for one in (chosen, rejected)]
+    found = [chat.training(one, "last").tokens for one in (chosen, rejected)]
     prompt = _common(*found)
     further = {MARGIN: _margin(record, names.get(MARGIN, MARGIN))} if margin else {}
     return [

@@ -9,6 +9,7 @@ The games run in sandboxes, so a game that hangs, crashes or uses too much memor
 of infrastructure: the episodes are played again. The driver does not import Gymnasium.
 """
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -68,8 +69,8 @@ class Gymnasium:
         key = next(self._keys)
         process = key % self._config.sandboxes
         game = _Game(self._served, f"{key}", process, self._config.step_seconds)
-        begun = await game.ask({"begin": game.key, "seed": task.data["seed"]})
         try:
+            begun = await game.ask({"begin": game.key, "seed": task.data["seed"]})
             if begun["text"] != task.data["observation"]:
                 raise EpisodeError(
                     f"{self._config.id} begins otherwise than before with the seed {task.data['seed']}: its beginning "
@@ -156,7 +157,9 @@ class _Game:
     async def ask(self, question: Mapping[str, Any]) -> Any:
         """Return the answer of the environment. Raises `InfrastructureError`."""
         try:
-            told = await self.served.ask(question, self.seconds, self.process)
+            asked = asyncio.ensure_future(self.served.ask(question, self.seconds, self.process))
+            asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may outlive its game
+            told = await asyncio.shield(asked)  # to cancel a question would end the games of others, too
         except ProgramEnded as error:
             raise InfrastructureError(f"an environment of Gymnasium failed: {ended(error)}") from error
         if reason := told.get("raised") or told.get("refused"):

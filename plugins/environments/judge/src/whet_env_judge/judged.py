@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Episode, Reply, Task
-from whet.errors import EpisodeError, Undecided
+from whet.errors import ContextFull, EpisodeError, Undecided
 from whet.interfaces.environment import (
     Address,
     Answering,
@@ -15,6 +15,7 @@ from whet.interfaces.environment import (
     Model,
     states_answers,
 )
+from whet.interfaces.undecided import note_undecided
 from whet_data.source import opened
 from whet_env_judge.config import JudgedConfig
 
@@ -51,10 +52,14 @@ class Judged:
         return {name: self._factor * weights.get(name, 1.0) for name in sorted(self._own)}
 
     async def played(self, task: Task, recorder: "Recorder") -> Mapping[str, float]:
-        """Play an episode, and return the environment's own rewards. They are 0 if its grader cannot decide."""
+        """Play an episode, and return the environment's own rewards.
+
+        They are 0 if its grader cannot decide, or if the context has no room left.
+        """
         try:
             own = await self._environment.run(task, recorder)
-        except Undecided:
+        except (Undecided, ContextFull) as error:
+            note_undecided(error)
             own = dict.fromkeys(self._environment.reward_weights, 0.0)
         if clash := sorted(self._rewards & own.keys()):
             raise EpisodeError(f"the environment has a reward {clash[0]!r}, too; give the role another name")

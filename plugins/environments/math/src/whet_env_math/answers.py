@@ -18,6 +18,19 @@ TAIL = 500
 """An answer without a box is searched in this many characters at the end of the text."""
 MARK = "####"
 PLAIN = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d{1,30})(\.\d{1,30})?", re.ASCII)
+SPACED = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|~|\u00a0|\u202f)+(?=\d{3}(?!\d))", re.ASCII)
+"""Separators of thousands other than a comma: `1\\,450`, `1{,}450`."""
+THOUSANDS = re.compile(r"\d{1,3}(?: \d{3})+", re.ASCII)
+ADJACENT = re.compile(r"(?<![_^\d])\d+(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))+\d", re.ASCII)
+"""Two numbers without an operator, which math-verify adds."""
+MAGNITUDE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)s?\b", re.IGNORECASE)
+"""A word that multiplies, which math-verify takes for a unit."""
+_NO_UNIT = (
+    "or|and|to|not|than|less|plus|minus|times|over|mod|percent|pi|squared|cubed|factorial|half|halves|thirds?|quarters?|"
+    "tenths?|hundredths?|hundreds?|thousands?|millions?|billions?|trillions?|dozens?"
+)
+UNIT = re.compile(rf"((?:\\?\$)?-?[\d,.]+)(?:\s+(?!(?:{_NO_UNIT})\b)[a-z]{{2,20}}){{1,4}}\.?", re.ASCII | re.IGNORECASE)
+"""A number and a few words: `18 dollars`, `1,450 miles per hour`."""
 BOMB = re.compile(
     r"(?:\^|\*\*)[\s{(+-]*(?:\d{6}|\d+\s*(?:\^|\*\*))"  # an exponent of six digits, or one raised to a power
     r"|!\s*\)\s*!",  # the factorial of a factorial
@@ -104,14 +117,27 @@ def _respelt(found: re.Match[str]) -> str:
     return "\\frac" if found[0].endswith("frac") else ""
 
 
+def plain_amount(answer: str) -> Fraction | None:
+    """Return the value of a plain number, or of one with a unit in plain words. None: neither."""
+    number, found = plain_number(answer), UNIT.fullmatch(answer.strip())
+    return plain_number(found[1]) if number is None and found else number
+
+
+def reads_otherwise(answer: str, gold: str) -> bool:
+    """Return whether a formula has what a grader would misread, and the right answer has not: `3 4`, `2 million`."""
+    return any(odd.search(answer) and not odd.search(gold) for odd in (ADJACENT, MAGNITUDE))
+
+
 def is_bomb(answer: str) -> bool:
     """Return whether a formula is too large to evaluate, such as `9^{9^{9}}`. Expects a formula, not text around it."""
     return BOMB.search(answer) is not None
 
 
 def plain_number(answer: str) -> Fraction | None:
-    r"""Return the value of `18`, `-3.50`, `1,450`, `$18` or `\$18`. None: not a plain number."""
-    text = answer.strip().removeprefix("\\").removeprefix("$").removesuffix(".").strip()
+    r"""Return the value of `18`, `-3.50`, `1,450`, `1\,450`, `$18` or `\$18`. None: not a plain number."""
+    text = SPACED.sub("", answer.strip())
+    text = text.replace(" ", "") if THOUSANDS.fullmatch(text) else text
+    text = text.removeprefix("\\").removeprefix("$").removesuffix(".").strip()
     found = PLAIN.fullmatch(text)
     if found is None:
         return None

@@ -8,6 +8,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from whet.errors import EpisodeError
 from whet_data.finished import Finished
 from whet_env_rewards.config import AnswerConfig, ExactMatchConfig, FuzzyMatchConfig, MultipleChoiceConfig
@@ -15,8 +17,10 @@ from whet_sandbox.boxed import last_boxed
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _OF_A_NUMBER = r"(?<![^\W\d_])[-./](?=\.?\d)"
-_PUNCTUATION = re.compile(rf"(?!{_OF_A_NUMBER})[{re.escape(string.punctuation)}]")
-_SIGNS = re.compile(rf"(?!{_OF_A_NUMBER})[\W_]")
+_BETWEEN_NUMBERS = rf"(?<=\d)(?!,\d{{3}}(?!\d))[{re.escape(string.punctuation)}](?=\d)|(?<=\de)[-+](?=\d)"
+"""`2^3` and `3:4` are not 23 and 34; the comma of `1,000` alone has no meaning."""
+_PUNCTUATION = re.compile(rf"(?!{_OF_A_NUMBER}|{_BETWEEN_NUMBERS})[{re.escape(string.punctuation)}]")
+_SIGNS = re.compile(rf"(?!{_OF_A_NUMBER}|{_BETWEEN_NUMBERS})[\W_]")
 LONGEST = 10_000
 """A longer answer is wrong."""
 
@@ -137,9 +141,10 @@ def edit_similarity(answer: str, gold: str) -> float:
         return 1.0
     if len(answer) > 10 * len(gold) + 100 or len(gold) > LONGEST:
         return 0.0
-    row = list(range(len(gold) + 1))
-    for i, given in enumerate(answer, 1):
-        above, row[0] = row[0], i
-        for j, wanted in enumerate(gold, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (given != wanted))
-    return 1 - row[-1] / max(len(answer), len(gold))
+    wanted, steps = np.array([*map(ord, gold)]), np.arange(len(gold) + 1)
+    row = steps.copy()
+    for given in map(ord, answer):
+        best = row + 1  # the character is left out
+        best[1:] = np.minimum(best[1:], row[:-1] + (wanted != given))  # or stands for one of the right answer
+        row = np.minimum.accumulate(best - steps) + steps  # or characters of the right answer are left out
+    return 1 - int(row[-1]) / max(len(answer), len(gold))

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from whet.data.messages import Conversation, conversation
 from whet.data.records import Episode, Task
-from whet.errors import EpisodeError, Undecided
+from whet.errors import ContextFull, EpisodeError, Undecided
 from whet.interfaces.environment import Answering, GroupRewarding, Model, states_answers
+from whet.interfaces.undecided import note_undecided
 from whet.rollout.collate import response_length
 from whet.rollout.rewards import total_reward
 from whet_data.finished import Finished, GroupReward
@@ -34,6 +35,8 @@ class Rewarded:
 
     def __init__(self, config: RewardedConfig, roles: Mapping[str, Any] | None = None) -> None:
         self._config, self._inner = config, opened(config, roles or {})
+        self._own = set[str]()
+        """The rewards that the environment has given."""
         self._rewards = {section.label: built(section) for section in config.rewards}
         self._weights = {section.label: section.weight for section in config.rewards}
         if states_answers(self._inner):
@@ -46,7 +49,8 @@ class Rewarded:
     def reward_weights(self) -> Mapping[str, float]:
         """The weights of the rewards, and the weights of the environment's rewards times `environment_weight`."""
         factor, truncation = self._config.environment_weight, self._config.truncation_factor < 1
-        own = {name: factor * weight for name, weight in self._inner.reward_weights.items()}
+        weights = self._inner.reward_weights
+        own = {name: factor * weights.get(name, 1.0) for name in sorted(self._own | weights.keys())}
         return {**own, **self._weights, **({TRUNCATION: 1.0} if truncation else {})}
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -54,8 +58,14 @@ class Rewarded:
         return self._inner.tasks(split)
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play an episode. Returns the environment's own rewards."""
-        return await self._inner.run(task, model)
+        """Play an episode. Returns the environment's own rewards, 0 each if it is undecided or has no room left."""
+        try:
+            own = await self._inner.run(task, model)
+        except (Undecided, ContextFull) as error:
+            note_undecided(error)
+            own = dict.fromkeys(self._inner.reward_weights, 0.0)
+        self._own |= own.keys()
+        return own
 
     async def group_rewards(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
         """Return the further rewards of each episode of a group."""

@@ -95,10 +95,10 @@ class Process(Offspring):
         If the caller is cancelled, the request is cancelled, too. Raises `Refused` and `InfrastructureError`.
         """
         number, future = self.ask(do, asked)
-        answer = asyncio.wrap_future(future)
+        asked_at, answer = time.monotonic(), asyncio.wrap_future(future)
         try:
             while not (await asyncio.wait({answer}, timeout=silence / 4))[0]:
-                quiet = time.monotonic() - self.heard
+                quiet = time.monotonic() - max(self.heard, asked_at)  # before, there was nothing to answer
                 if quiet > silence:
                     self.stop(f"answered nothing for {quiet:.0f} s, so its code blocks or hangs")
                 elif time.monotonic() - self._pinged > silence / 4:

@@ -67,7 +67,7 @@ class Carriers:
 
         A node that is lost, or has no room, gets no copy, and the others do. `seconds`: the limit for the whole.
         """
-        ray, key, until = import_module("ray"), memory, time.monotonic() + seconds
+        ray, key, until = import_module("ray"), f"{node}/{memory}", time.monotonic() + seconds
         found: dict[str, Copy] = {}
 
         def take(calls: Mapping[str, Any]) -> None:
@@ -80,7 +80,6 @@ class Carriers:
                         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                         found[other] = Copy(failure=in_words(cause).splitlines()[0])
                         self._forget(other)
-                        self._forget(node)
 
         take({other: self._actor(other).open.remote(key, size) for other in others})
         waiting = deque[Mapping[str, Any]]()
@@ -94,6 +93,8 @@ class Carriers:
                 take(waiting.popleft())
         for calls in waiting:
             take(calls)
+        if found and all(copy.failure for copy in found.values()):  # then the carrier that reads may be what was lost
+            self._forget(node)
         return found
 
     def close(self) -> None:

@@ -182,6 +182,8 @@ class RayProcess:
             self._kill_agent()
             raise
         self._ready.set_result(None)
+        if self._killed.is_set():
+            self.kill()
         self._life.lost.add_done_callback(lambda _: self._cut())
         return self._agent
 
@@ -196,7 +198,7 @@ class RayProcess:
                 if kind == "output":
                     self._write(value)
                 else:
-                    return str(value) if kind == "ended" else self._life.ask(self._why_lost)
+                    return str(value) if kind == "ended" else self._life.ask(partial(self._why_lost, value))
         finally:
             self._kill_agent()
 
@@ -221,6 +223,8 @@ class RayProcess:
         """Wait until the process runs, and return a URL with a reserved port of its node."""
         self._ready.result(self._launcher.start_seconds)
         host, port = self.node, self._ask("port", _PATIENCE_FOR_A_PORT, self.node)
+        if port is None:
+            raise WhetError(f"{self._host.name}: its node {self._where} gave no answer")
         if not isinstance(port, int):
             raise WhetError(f"{self._host.name}: its node {self._where} found no port where its ranks can meet: {port}")
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -241,8 +245,6 @@ class RayProcess:
         if found["error"]:
             raise WhetError(f"on node {self._where}: {found['error']}")
         self.node, self.pid = found["address"], found["pid"]
-        if self._killed.is_set():
-            self._tell("kill")
 
     def _visible_gpus(self, shared: SharedGpus | None, deadline: float) -> str | None:
         """Return the GPUs that the process is to see. None: those that Ray assigns to its agent."""
@@ -293,8 +295,8 @@ class RayProcess:
                     f"node {self._where} cannot run it: {_ray_cause(error)}; wanted there: {_listed(versions())}"
                 ) from error
 
-    def _why_lost(self) -> str:
-        """Ask Ray about the agent, and return why it or its node was lost."""
+    def _why_lost(self, reported: Exception | None) -> str:
+        """Ask Ray about the agent, and return why it or its node was lost. `reported`: what its line has reported."""
         import ray
 
         if (agent := self._agent) is None:
@@ -309,7 +311,8 @@ class RayProcess:
             return f"its node {self._where} was lost: it gives Ray no answer within {_PATIENCE_FOR_A_CAUSE:g} s"
         except ray.exceptions.RayError as error:
             return f"its node agent on {self._where} was lost: {_ray_cause(error)}"
-        return f"the connection to its node {self._where} was lost"
+        words = f": {_ray_cause(reported)}" if reported else ""
+        return f"the connection to its node {self._where} was lost{words}"
 
     def _cut(self) -> None:
         """Order the agent to end its process and itself, because it may outlive Ray. Make `wait` return."""

@@ -7,6 +7,8 @@ is known. Its stacks can be read while its interpreter is stuck. Its threads, im
 Only builtins and arrays of bytes cross Ray.
 """
 
+import fcntl
+import ipaddress
 import os
 import platform
 import select
@@ -29,6 +31,7 @@ from whet.runtime.interpreters import faults, probe
 from whet.runtime.process import Child, on_loopback, worker_environment
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import leave_signals_to_driver, watchdog
+from whet_ray.shared_gpus import assigned_gpus
 from whet_weights.ports import reserve
 from whet_weights.shared_pages import NODE
 
@@ -42,6 +45,8 @@ NUMBER: Final = struct.Struct("<Q")
 """The number of a message or an answer, before its bytes."""
 LARGE: Final = 1 << 16
 """A message or an answer with at least this many bytes goes through the object store."""
+_GET_ADDRESS: Final = 0x8915
+"""SIOCGIFADDR: the IPv4 address of a network interface; see netdevice(7)."""
 _PATIENCE_FOR_OUTPUT: Final = 2.0
 _PAUSE_FOR_OUTPUT: Final = 0.01
 """Least time between two pieces of output, so that a process that prints much does not keep Ray busy."""
@@ -241,8 +246,11 @@ class NodeAgent:
 
 def _environment(order: Mapping[str, Any]) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name not in OURS}
-    own = on_loopback(own) if order["one_machine"] else own
-    gpus = own.get("CUDA_VISIBLE_DEVICES", "") if order["gpus"] is None else order["gpus"]
+    if order["one_machine"]:
+        own = on_loopback(own)
+    elif interface := interface_of(_address(one_machine=False)):  # by default gloo listens where the host's name leads
+        own = {"GLOO_SOCKET_IFNAME": interface, **own}
+    gpus = assigned_gpus() if order["gpus"] is None else order["gpus"]
     node = {} if order["one_machine"] else {NODE: import_module("ray").get_runtime_context().get_node_id()}
     return {**worker_environment(own, order["threads"], gpus), **order["environment"], **node}
 
@@ -251,6 +259,21 @@ def _address(one_machine: bool) -> str:
     """Return the address at which the other nodes of the run reach this one."""
     ray: Any = import_module("ray")
     return "127.0.0.1" if one_machine else str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address. Empty: none has it, or it is not known."""
+    if ":" in address:
+        wanted, table = ipaddress.ip_address(address).packed.hex(), Path("/proc/net/if_inet6")
+        rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+        return next((row[5] for row in rows if row[0] == wanted), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
 
 
 def _unfit(python: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -386,5 +386,6 @@ def _not_started(error: BaseException) -> WhetError:
 
 
 def _first(error: BaseException) -> str:
-    lines: Iterable[str] = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {next(iter(lines), '')}"
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    most = 7 if lines and lines[0].endswith(":") else 1  # what a colon announces is on further lines
+    return f"{type(error).__name__}: {' '.join(lines[:most])}"

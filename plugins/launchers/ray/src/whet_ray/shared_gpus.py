@@ -9,7 +9,6 @@ Ray would assign each GPU to one actor only. A process may be started again at a
 GPUs for the others.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -19,12 +18,21 @@ from attrs import frozen
 from whet.runtime.hosts import Host
 
 
+def assigned_gpus() -> str:
+    """Return the GPUs that Ray has assigned to this actor, as in `CUDA_VISIBLE_DEVICES`.
+
+    Ray does not set that variable where `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` is set.
+    """
+    found = import_module("ray").get_runtime_context().get_accelerator_ids()["GPU"]
+    return ",".join(sorted(map(str, found), key=lambda gpu: (len(gpu), gpu)))
+
+
 class Holder:
     """The actor that holds the GPUs of a bundle."""
 
     def gpus(self) -> str:
-        """Return the GPUs that Ray has assigned, as in `CUDA_VISIBLE_DEVICES`."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        """Return the GPUs of the bundle, as in `CUDA_VISIBLE_DEVICES`."""
+        return assigned_gpus()
 
 
 @frozen(eq=False)

@@ -168,7 +168,9 @@ def _prompts(
     if not entries:
         raise ConfigError(f"{where}: there is none to look at")
     limit = config.rollout.max_context or model.max_positions
-    room = max(0, limit - config.rollout.max_tokens)
+    room, longest = limit - config.rollout.max_tokens if limit else 0, config.rollout.max_tokens
+    if limit and room < 1:
+        raise ConfigError(f"rollout.max_tokens: is {longest}, which leaves no room for a prompt in {limit} tokens")
     titles, shown, counts = list[str](), list[Any](), None
     for i, entry in enumerate(entries):
         needs = facts[f"{where}.{i}"].roles

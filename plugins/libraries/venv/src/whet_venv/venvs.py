@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,8 @@ Tool = Literal["pip", "uv"]
 
 RECORD = "whet-environment.json"
 """The file that is written last. An environment without this file is incomplete."""
+LOG = "install.log"
+"""The file that is written first. A folder with neither this file nor a record was made by somebody else."""
 INSTALL_SECONDS = 3600.0
 """Seconds that one command may take. An engine is gigabytes to download."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -100,6 +102,7 @@ def create(
             raise WhetError(
                 f"there is an environment {name!r} already, in {folder}; `whet env remove {name}` removes it"
             )
+        _refuse_foreign(folder)
         shutil.rmtree(folder, ignore_errors=True)  # the remains of an attempt that was killed
         try:
             return _create(name, folder, recipe, python or sys.executable, tool or _tool(), say)
@@ -114,7 +117,8 @@ def _create(
     python, commands = folder / "bin" / "python", list[list[str]]()
     with disk_errors(folder):
         folder.mkdir(parents=True)
-    log = folder / "install.log"
+        (folder / LOG).touch()
+    log = folder / LOG
 
     def run(*command: str) -> None:
         say(f"{' '.join(command)}\n  (log: {log})")
@@ -148,7 +152,9 @@ def _create(
         "commands": commands, "packages": dict(sorted(held.items(), key=lambda item: normal(item[0]))),
     }  # fmt: skip
     with disk_errors(folder / RECORD):
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        partial = folder / f"{RECORD}.partial"
+        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / RECORD)
     return record
 
 
@@ -156,9 +162,10 @@ def listed() -> list[dict[str, Any]]:
     """Return the records of all environments. The record of an incomplete one has a name and a folder only."""
     found = []
     for folder in sorted(path for path in environments().glob("*") if path.is_dir()):
-        file = folder / RECORD
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"name": folder.name}
-        found.append({**record, "folder": str(folder)})
+        record = None
+        with suppress(OSError, ValueError):  # it is incomplete, or damaged
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        found.append({"name": folder.name, **(record if isinstance(record, dict) else {}), "folder": str(folder)})
     return found
 
 
@@ -169,8 +176,16 @@ def remove(name: str) -> Path:
         known = ", ".join(record["name"] for record in listed()) or "none"
         raise WhetError(f"there is no environment {name!r} in {environments()}; there are: {known}")
     with _alone(name), disk_errors(folder):
+        _refuse_foreign(folder)
         shutil.rmtree(folder)
     return folder
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise `WhetError` for a folder that holds something and was not made by `create`."""
+    ours = any((folder / name).exists() for name in (RECORD, LOG))
+    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
+        raise WhetError(f"{folder} was not made by `whet env create`; choose another name, or move it away")
 
 
 def as_here(requirement: str) -> list[str]:

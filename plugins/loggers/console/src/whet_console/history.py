@@ -1,5 +1,6 @@
 """The metrics that the summary needs, from all steps. A resumed run includes the steps before it was resumed."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from attrs import Factory, define, frozen
@@ -74,7 +75,10 @@ class History:
         if name.endswith(("/response_length", *COUNTS)):
             return Change(name, first, last)
         pick = min if name.endswith(("loss", "perplexity")) else max
-        step, value = pick(points, key=lambda point: point[1])
+        fine = [point for point in points if math.isfinite(point[1])]
+        if not fine:
+            return Change(name, first, last)
+        step, value = pick(fine, key=lambda point: point[1])
         return Change(name, first, last, value, step)
 
 

@@ -2,12 +2,14 @@
 
 from attrs import Factory, field, frozen, validators
 
+_IMAGE = validators.matches_re(r".*[^/]\.(png|svg|pdf|jpg|jpeg|webp)")
+
 
 @frozen
 class PlotConfig:
     """Draws curves of the whole run as a PNG when the run ends."""
 
-    file: str = field(default="plot.png", validator=validators.min_len(1), metadata={"writes": True})
+    file: str = field(default="plot.png", validator=_IMAGE, metadata={"writes": True})
     """Image file, relative to the run folder. `.svg` and `.pdf` work, too."""
     panels: list[list[str]] = Factory(list)
     """Panels, each a list of metric names or patterns such as `evaluation/*/reward`. Empty: evaluation rewards,

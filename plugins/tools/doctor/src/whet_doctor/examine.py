@@ -250,7 +250,10 @@ def _disk(folder: Path, plan: Prepared | None) -> Iterator[Check]:
     change = "free some space, choose another run.folder, or lower run.keep"
     if plan:  # weights and two moments in float32 for each checkpoint, one more while it is written, and the export
         run = plan.config.run
-        needed = plan.model.parameters * (12 * ((run.keep or 1) + 1) + 4 * run.export)
+        saves = -(-run.steps // run.save_every) if run.steps and run.save_every else 1
+        kept = min(run.keep or saves, saves) + 1
+        whole = 0 if plan.roles.backend.adapter else 12 * kept  # of an adapter a checkpoint holds little
+        needed = plan.model.parameters * (whole + 4 * run.export)
         found += f"; checkpoints take about {needed / GIB:.1f} GiB"
         found += "; it holds a run" if (folder / "config.yaml").exists() else ""
         yield _judged("disk", usage.free < needed, found, change, "fail")

@@ -22,6 +22,8 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     warn_of_broken(registry)
     other = Path(against) if against else None
     evaluated = evaluate_config(config, overrides, model=model, against=other, registry=registry, progress=Progress())
-    click.echo(str(evaluated))  # before the files, so that it is not lost if they cannot be written
-    if out:
-        evaluated.write(Path(out))
+    try:
+        click.echo(str(evaluated))
+    finally:  # neither is lost where the other cannot be written
+        if out:
+            evaluated.write(Path(out))
