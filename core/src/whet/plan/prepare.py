@@ -37,28 +37,11 @@ if TYPE_CHECKING:
     from whet.plugins.registry import Registry
 
 
-OWN = frozenset(
-    [
-        "config.yaml",
-        "identity.json",
-        "versions.json",
-        "plan.json",
-        "journal.jsonl",
-        "metrics.jsonl",
-        "histograms.jsonl",
-        "spans.jsonl",
-        ".lock",
-        "rollouts",
-        "evaluations",
-        "tables",
-        "checkpoints",
-        "model",
-        "logs",
-        "scratch",
-        "endpoint.json",
-        "endpoint.jsonl",
-    ]
-)
+OWN = (
+    "config.yaml", "identity.json", "versions.json", "plan.json", "journal.jsonl", "metrics.jsonl", "histograms.jsonl",
+    "spans.jsonl", ".lock", "rollouts", "evaluations", "tables", "checkpoints", "model", "logs", "scratch",
+    "endpoint.json", "endpoint.jsonl",
+)  # fmt: skip
 """What a run writes in its folder."""
 
 
