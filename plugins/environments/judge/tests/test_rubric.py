@@ -303,6 +303,12 @@ def test_the_judge_is_asked_only_where_the_environment_says_no():
         asyncio.run(lost.run(task, FakeModel("?")))
 
 
+def test_unless_is_refused_beside_a_penalty():
+    criteria = [Criterion("long", "It is too long.", weight=-1.0)]
+    with pytest.raises(ValueError, match="a criterion has a weight below 0"):
+        RubricJudgeConfig(rubric=criteria, environment=selected("arithmetic"), unless="correct")
+
+
 @pytest.mark.parametrize("wrong", [{"dataset": "made-up.jsonl"}, {"environment": "arithmetic", "compare": "rank"}])
 def test_unless_needs_an_environment_and_scores(wrong):
     changes = {**wrong, **({"environment": selected(wrong["environment"])} if "environment" in wrong else {})}

@@ -116,6 +116,8 @@ def _rubric(instance: object, attribute: Any, value: str | list[Criterion]) -> N
 def _scores(instance: "RubricJudgeConfig", attribute: Any, value: str) -> None:
     if value and (instance.compare == "rank" or instance.environment is None):
         raise ValueError(f"is {value!r}, which needs an `environment` with this reward, and compare: none")
+    if value and not isinstance(instance.rubric, str) and any(one.weight < 0 for one in instance.rubric):
+        raise ValueError(f"is {value!r}, and a criterion has a weight below 0, so 1 would be its worst reward")
 
 
 def _above_lowest(instance: "RubricJudgeConfig", attribute: Any, value: float) -> None:
