@@ -95,6 +95,10 @@ def test_smoothing_averages_the_neighbourhood():
     assert np.allclose(smooth(np.array([0.0, 0.0, 3.0, 0.0, 0.0])), [0, 1, 0.6, 1, 0])
 
 
+def test_a_huge_value_changes_the_mean_of_its_neighbourhood_alone():
+    assert smooth(np.array([2.0] * 50 + [1e18] + [0.5] * 100))[-40:] == pytest.approx(0.5)
+
+
 def test_matplotlib_is_not_imported_before_there_is_something_to_draw():
     code = "import sys, whet_plot.hooks, whet_plot.logger; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

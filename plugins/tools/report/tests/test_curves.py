@@ -21,6 +21,7 @@ def test_long_curves_become_means_that_keep_smallest_and_largest():
     mean = sum(values) / len(values)
     assert abs(sum(made["y"]) / MOST_POINTS - mean) < 1e-4  # 25 steps to each point
     assert made["x"][-1] == 9_999
+    assert made["ends"] == [0.0, float(f"{values[-1]:.6g}")]
 
 
 @pytest.mark.parametrize("count", [400, 401, 799, 800, 1000])

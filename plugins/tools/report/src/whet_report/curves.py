@@ -26,7 +26,9 @@ def metrics(rows: Iterable[Mapping[str, Any]]) -> Metrics:
 
 
 def curves(rows: Metrics) -> dict[str, dict[str, Any]]:
-    """Return each metric as `x` (steps) and `y`; long ones also have `low` and `high` of the steps of each point.
+    """Return each metric as `x` (steps) and `y`.
+
+    Long ones also have `low` and `high` of the steps of each point, and `ends`: the first and the last value.
 
     Values that are not finite are left out and counted in `lost`.
     """
@@ -54,6 +56,7 @@ def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
         "y": rounded(np.add.reduceat(y / np.repeat(lengths, lengths), begins[:-1])),
         "low": rounded(np.minimum.reduceat(y, begins[:-1])),
         "high": rounded(np.maximum.reduceat(y, begins[:-1])),
+        "ends": rounded(y[[0, -1]]),
         **made,
     }
 

@@ -54,7 +54,8 @@ def _numbers(metrics: Metrics) -> Iterator[Finding]:
 
 def _gap(metrics: Metrics) -> Iterator[Finding]:
     early, late = _ends(metrics, "logprob_gap/mean")
-    widest = max(((row.get("logprob_gap/max", 0.0), step) for step, row in metrics.items()), default=(0.0, 0))
+    gaps = ((row.get("logprob_gap/max", 0.0), step) for step, row in metrics.items())
+    widest = max((gap for gap in gaps if math.isfinite(gap[0])), default=(0.0, 0))
     if late > MEAN_GAP:
         yield _finding("bad", f"Sampler and trainer are {late:.2g} nats apart on an average token.", "gaps")
     if widest[0] > WIDE_GAP:

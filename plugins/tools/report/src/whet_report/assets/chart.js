@@ -41,6 +41,11 @@ function wobbles(values) {
   return turns > values.length / 10;
 }
 
+// The first and the last value. The points of a long curve are means of many steps.
+function ends(curve) {
+  return curve.ends ?? [curve.y[0], curve.y[curve.y.length - 1]];
+}
+
 // Pixels between dots; where they are closer, dots and intervals are drawn as a line with a band.
 const CLOSEST = 7;
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
@@ -50,7 +55,7 @@ const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
 function lineChart({ title, lines, height = 190, log = false, smooth = 0, steps = "step", last = true, rule = null }) {
   const lost = lines.reduce((sum, line) => sum + (line.curve.lost || 0), 0);
   const drawn = lines.filter((line) => line.curve.x.length);
-  const end = drawn.length === 1 && last ? format(drawn[0].curve.y[drawn[0].curve.y.length - 1]) : "";
+  const end = drawn.length === 1 && last ? format(ends(drawn[0].curve)[1]) : "";
   const box = svg("svg", { role: "img", "aria-label": title });
   const node = el("figure", { class: "chart", "data-chart": title },
     el("div", { class: "title" }, el("b", null, visible(title)),

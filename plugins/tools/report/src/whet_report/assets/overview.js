@@ -8,10 +8,6 @@ function names(test) {
   return Object.keys(data.curves).filter(test);
 }
 
-function ends(curve) {
-  return [curve.y[0], curve.y[curve.y.length - 1]];
-}
-
 function card(label, number, detail) {
   return el("div", { class: "card" }, el("div", { class: "label" }, label), el("div", { class: "number" }, number),
     el("div", { class: "detail" }, detail || "\u00a0"));
