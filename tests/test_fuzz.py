@@ -6,6 +6,7 @@
 import random
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,14 +88,10 @@ def test_a_checkpoint_that_is_wrongly_taken_is_found(fuzz, ground, tmp_path, mon
     import whet_jobs.jobs
     from whet.run import checkpoint
 
-    def older(run, step=None):
-        for number, folder in checkpoint._folders(run):
-            try:
-                found = checkpoint.read(folder)
-            except Exception:
-                continue
-            if step in (None, number):
-                return found
+    def older(run):
+        for _, folder in checkpoint.folders(run):
+            with suppress(Exception):
+                return checkpoint.read(folder)
         return None
 
     monkeypatch.setattr(checkpoint, "latest", older)
