@@ -1,9 +1,12 @@
 """Mistakes in a config are all reported at once, a line each: file and line, key, what is wrong, the nearest word."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from whet.plan.prepare import OWN
 
 MISTAKES = """
 run: {folder: run, stepz: 40, seed: one, resume: sometimes}
@@ -219,3 +222,11 @@ def test_a_logger_that_writes_what_another_part_of_the_run_writes_is_refused(goo
 def test_loggers_may_write_side_by_side(good, whet):
     loggers = "[{use: jsonl, path: '-'}, {use: jsonl, path: '-'}, {use: jsonl, path: a.jsonl}, {use: plot}]"
     assert whet("check", good, f"loggers={loggers}").code == 0
+
+
+def test_what_the_documentation_lists_in_a_run_folder_is_the_runs_own():
+    page = Path(__file__).parents[1] / "docs" / "reference" / "run-folder.md"
+    table = page.read_text().partition("\n## Episodes")[0]
+    names = {name.split("/")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
+    assert len(names) > 10
+    assert names - {"report.html"} <= set(OWN)

@@ -63,24 +63,24 @@ SPELLING = re.compile(r"\\[dt]frac(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])|\\[,
 def gold_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
     r"""Return the right answer of a field: the pattern's first group, or the text after `####`, in `\boxed{}`, or all.
 
-    None if there is no answer.
+    Separators of thousands other than commas are removed. None if there is no answer.
     """
     if pattern is not None:
         found = pattern.search(text)
-        return (found.group(1) or "").strip() or None if found else None
+        return SPACED.sub("", (found.group(1) or "").strip()) or None if found else None
     _, mark, after = text.rpartition(MARK)
     answer = after if mark else last_boxed(text)
-    return (text if answer is None else answer).strip() or None
+    return SPACED.sub("", (text if answer is None else answer).strip()) or None
 
 
 def given_answer(text: str, boxed_only: bool) -> str | None:
     r"""Return the answer in a model's text: the last `\boxed{...}` with its box, else the end as plain text.
 
-    None if there is no answer. Markdown is removed in both cases.
+    None if there is no answer. Markdown is removed in both cases, and separators of thousands in a box.
     """
     boxed = last_boxed(text)
     if boxed is not None:
-        return f"\\boxed{{{_unpainted(boxed)}}}" if boxed.strip() and len(boxed) <= LONGEST else None
+        return f"\\boxed{{{SPACED.sub('', _unpainted(boxed))}}}" if boxed.strip() and len(boxed) <= LONGEST else None
     return None if boxed_only else plain_text(text[-TAIL:]) or None
 
 

@@ -24,7 +24,6 @@ from whet.interfaces.undecided import note
 from whet_data.readers import Row, read
 from whet_env_math.answers import (
     LONGEST,
-    SPACED,
     given_answer,
     gold_answer,
     is_bomb,
@@ -32,7 +31,7 @@ from whet_env_math.answers import (
     plain_amount,
     plain_number,
     reads_otherwise,
-)  # fmt: skip
+)
 from whet_env_math.config import MathConfig
 from whet_sandbox.boxed import last_boxed
 from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised
@@ -92,10 +91,8 @@ class MathDataset:
         number, wanted = None if boxed is None else plain_amount(boxed), plain_number(gold)
         if number is not None and wanted is not None:
             return number == wanted
-        if boxed is not None:
-            answer = SPACED.sub("", answer)
-            if reads_otherwise(SPACED.sub("", boxed), gold):
-                return False
+        if boxed is not None and reads_otherwise(boxed, gold):
+            return False
         try:
             return bool(await self._pool.call(answer, gold))
         except Undecided:
@@ -140,7 +137,7 @@ class MathDataset:
         gold = gold_answer(str(field), self._pattern)
         if gold is None or len(gold) > LONGEST:
             return _Record(row.where, problem=f"no answer is found in {str(field)[-80:]!r}")
-        return _Record(row.where, str(question), SPACED.sub("", gold))
+        return _Record(row.where, str(question), gold)
 
     def _task(self, record: "_Record") -> Task:
         system = (Message("system", self._config.system),) if self._config.system else ()

@@ -168,9 +168,10 @@ def _prompts(
     if not entries:
         raise ConfigError(f"{where}: there is none to look at")
     limit = config.rollout.max_context or model.max_positions
-    room, longest = limit - config.rollout.max_tokens if limit else 0, config.rollout.max_tokens
-    if limit and room < 1:
+    longest = config.rollout.max_tokens
+    if limit and longest >= limit:
         raise ConfigError(f"rollout.max_tokens: is {longest}, which leaves no room for a prompt in {limit} tokens")
+    room = max(0, limit - longest)
     titles, shown, counts = list[str](), list[Any](), None
     for i, entry in enumerate(entries):
         needs = facts[f"{where}.{i}"].roles
