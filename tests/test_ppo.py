@@ -136,6 +136,18 @@ def test_with_staleness_and_one_optimizer_step_a_correction_needs_no_further_pas
     assert all(0 < row["correction/weight/max"] <= 1.5 for row in rows(tmp_path))
 
 
+def test_learning_rates_fall_over_all_optimizer_steps_of_a_model(tmp_path, tiny_model_folder):
+    changes = {
+        "algorithm": {"use": "ppo", "prompts_per_step": 4, "minibatches": 2, "critic_epochs": 2, "critic_warmup": 1},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}, "schedule": {"kind": "linear"}},
+    }
+    run(write(tmp_path, tiny_model_folder, **changes), ["run.steps=3"])
+    found = rows(tmp_path)
+    of_policy, of_critic = (1.5, 3.5), (2.5, 6.5, 10.5)  # the middle of the optimizer steps of each step of the run
+    assert [row["lr"] for row in found[1:]] == pytest.approx([1e-3 * (1 - middle / 4) for middle in of_policy])
+    assert [row["critic/lr"] for row in found] == pytest.approx([1e-3 * (1 - middle / 12) for middle in of_critic])
+
+
 def test_a_resumed_run_gives_the_same_numbers(tmp_path, tiny_model_folder):
     changes = {
         "algorithm": {

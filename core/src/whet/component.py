@@ -171,6 +171,9 @@ class AlgorithmFacts(Facts):
     function."""
     records_per_step: int | None = None
     """If it trains on `data`: the number of records in one step. `run.epochs` needs this number."""
+    optimizer_steps: Callable[[int], Mapping[str, int]] | None = None
+    """(steps of the run) -> optimizer steps of the whole run, by role: `backend`, or a name of `roles`. Learning rates
+    fall over them. None, and for a role that is missing: one in each step."""
 
 
 @frozen(kw_only=True)

@@ -244,6 +244,8 @@ class RoleContext:
     """Length of the longest sequence that will be requested, in tokens. 0: the model's own limit."""
     trained: bool = True
     """Whether this role trains the model. If not, the model needs no optimizer."""
+    optimizer_steps: int = 0
+    """Optimizer steps that this role takes in the whole run, e.g. for a schedule. 0: one in each step of the run."""
     replacing: Replacing | None = None
     """Only for generators. None: lost replicas are not replaced."""
     columns: frozenset[str] = frozenset()

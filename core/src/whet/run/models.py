@@ -137,7 +137,8 @@ def start(
     `turns`: each role sleeps as soon as it is started. `sync` sends weights to new replicas of the generator, and
     `older` to new replicas of further generators.
     """
-    way = prepared.plan.way
+    way, count = prepared.plan.way, prepared.roles.algorithm.optimizer_steps
+    taken = count(info.steps) if count else {}
     asked, syncs = prepared.roles.asked_by(""), {"generator": sync, **{name: one.sync for name, one in older.items()}}
 
     def build(role: str) -> Any:
@@ -151,6 +152,7 @@ def start(
             # With another chat template or tokenizer, a text may have more tokens than it has for the policy.
             max_context=0 if role in asked else prepared.plan.max_context,
             trained=role == "generator" or prepared.roles[role].trained,
+            optimizer_steps=taken.get(role, info.steps),
             columns=prepared.roles.backend.columns_wanted if role == "generator" else frozenset(),
             adapter=way.adapter if role == "generator" and way else None,
             transport=way.transport if role == "generator" and way else "",

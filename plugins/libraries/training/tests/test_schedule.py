@@ -28,6 +28,22 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert found[0] == pytest.approx(1 + math.cos(math.pi / 10))
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_counted_from_0_it_is_the_schedule_of_transformers(kind, warmup):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    name = "constant_with_warmup" if kind == "constant" else kind
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+    expected = []
+    for _ in range(12):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    found = rates(ScheduleConfig(kind, warmup_steps=warmup, counted_from=0), steps=12)
+    assert found[:11] == pytest.approx(expected[:11])  # afterwards the cosine of transformers rises again
+
+
 def test_wsd_is_constant_and_then_decays_over_its_last_steps():
     schedule = ScheduleConfig("wsd", warmup_steps=2, decay_ratio=0.4, min_ratio=0.25)
     assert rates(schedule, steps=12) == pytest.approx([1, 2, 2, 2, 2, 2, 1.625, 1.25, 0.875, 0.5, 0.5, 0.5])

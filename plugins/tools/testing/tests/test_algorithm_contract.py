@@ -34,7 +34,7 @@ GOOD = """
     def facts(config, model):
         return AlgorithmFacts(
             inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}),
-            group_size=4, groups_per_step=3,
+            group_size=4, groups_per_step=3, optimizer_steps=lambda steps: {"backend": 2 * steps},
         )
 
     class Algorithm:
@@ -130,6 +130,12 @@ MUTANTS = {
         'advantages=batch["reward"]',
         'advantages=batch["reward"] + self.carried); self.carried += 1; batch.with_columns(',
         "test_it_goes_on_after_the_steps_that_are_done",
+    ),
+    "takes more optimizer steps": (
+        "batch.split(2,", "batch.split(3,", "test_it_takes_as_many_optimizer_steps_as_its_facts_say"
+    ),
+    "does not count its optimizer steps": (
+        'lambda steps: {"backend": 2 * steps}', "None", "test_it_takes_as_many_optimizer_steps_as_its_facts_say"
     ),
     "takes too few": ("take(3)", "take(2)", "test_it_takes_as_many_groups_as_its_facts_say"),
     "forgets a column": ("advantages=batch", "advantage=batch", "test_the_loss_gets_the_columns_that_it_reads"),

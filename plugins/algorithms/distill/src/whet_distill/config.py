@@ -133,6 +133,7 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
         token_advantages="advantages" in read,
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
+        optimizer_steps=lambda steps: {"backend": steps * config.minibatches},
         roles=dict.fromkeys(sorted({"teacher", *config.teachers.values()}), need(config, model))
         if need(config, model).outputs else {},
     )  # fmt: skip

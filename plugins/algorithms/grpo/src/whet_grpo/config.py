@@ -251,7 +251,10 @@ class UnequalRewardsConfig:
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return the facts about the algorithm that planning reads."""
     per_token = config.correction.per_token or config.top_entropy.share < 1
-    return policy_facts(config, config.loss, config.group_size, token_advantages=per_token)
+    return policy_facts(
+        config, config.loss, config.group_size, token_advantages=per_token,
+        optimizer_steps=lambda steps: {"backend": steps * config.epochs * config.minibatches},
+    )  # fmt: skip
 
 
 def group_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:

@@ -97,9 +97,18 @@ class ValueClipConfig(AverageConfig):
 
 def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return the facts about the algorithm that planning reads."""
+
+    def optimizer_steps(steps: int) -> dict[str, int]:
+        of_policy = max(steps - config.critic_warmup, 0) * config.epochs
+        return {
+            "backend": of_policy * config.minibatches,
+            CRITIC: steps * (config.critic_epochs or config.epochs) * config.minibatches,
+        }
+
     return policy_facts(
         config, config.loss, config.group_size, columns=("old_values", "returns", "token_rewards"),
-        token_advantages=True, roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
+        token_advantages=True, optimizer_steps=optimizer_steps,
+        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class ShardedBackend:
             {
                 "config": attrs.asdict(config),
                 "model": context.model,
-                "total_steps": context.run.steps,
+                "total_steps": context.optimizer_steps or context.run.steps,
                 "seed": context.seed,
                 "trained": context.trained,
                 "scratch": str(context.scratch.absolute()),

@@ -29,14 +29,18 @@ class ScheduleConfig:
     """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
     Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: the number of steps of the run, which is right
-    where each step of the run takes one optimizer step."""
+    """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: all that the run takes of this model, e.g. the
+    steps of the run times `minibatches` and `epochs`."""
+    counted_from: int = field(default=1, validator=between(0, 1))
+    """The number of the first optimizer step. 1: a warm-up begins above 0, and the last step has the final rate. 0: as
+    in `transformers.get_scheduler` and Megatron-LM, where the first step of a warm-up has the rate 0."""
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
-    """Return the learning rate of an optimizer step, counted from 1. After `total_steps` the rate stays constant."""
+    """Return the learning rate of an optimizer step: 1 is the first. After `total_steps` the rate stays constant."""
+    step += schedule.counted_from - 1
     warmup = schedule.warmup_steps or round(schedule.warmup_ratio * total_steps)
-    if step <= warmup:
+    if warmup and step <= warmup:
         return peak * step / warmup
     if schedule.kind == "constant":
         return peak

@@ -37,6 +37,8 @@ class Watch:
     step: int = 0
     states: dict[int, dict[str, Any]] = field(factory=dict)
     """The algorithm's state after each finished step, by the number of the step."""
+    roles: "dict[str, Watch]" = field(factory=dict)
+    """The calls of further models, by role."""
 
     def note(self, name: str, batch: Batch | None = None, value: Any = None) -> None:
         """Record a call."""

@@ -3,7 +3,7 @@
 Needs no torch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from attrs import Factory, field, frozen
@@ -282,7 +282,7 @@ def wants_reference(config: PolicyConfig, loss: Selection) -> bool:
 
 def policy_facts(
     config: PolicyConfig, loss: Selection, group_size: int, *, columns: Iterable[str] = (), token_advantages: bool,
-    roles: Mapping[str, RoleNeed] | None = None,
+    optimizer_steps: Callable[[int], Mapping[str, int]], roles: Mapping[str, RoleNeed] | None = None,
 ) -> AlgorithmFacts:  # fmt: skip
     """Return the facts about an algorithm that planning reads. `columns`: the columns of this algorithm alone."""
     written = {"advantages", "old_logprobs", *columns}
@@ -298,6 +298,7 @@ def policy_facts(
         token_advantages=token_advantages,
         group_size=group_size,
         groups_per_step=config.prompts_per_step,
+        optimizer_steps=optimizer_steps,
         roles=roles or {},
     )
 

@@ -158,6 +158,17 @@ class AlgorithmContract:
             assert event.batch is not None
             assert len(event.batch.units()) == facts.records_per_step, "run.epochs would take another number of steps"
 
+    def test_it_takes_as_many_optimizer_steps_as_its_facts_say(
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        """Override it where the number depends on the data."""
+        expected = facts.optimizer_steps(3) if facts.optimizer_steps else {}
+        watch = self._run(selection, facts, chat, tmp_path, steps=3)
+        trained = {"backend": watch, **{name: watch.roles[name] for name, need in facts.roles.items() if need.trained}}
+        assert set(expected) <= set(trained)
+        found = {role: len(calls.named("train")) for role, calls in trained.items()}
+        assert found == {**dict.fromkeys(trained, 3), **expected}, "learning rates would fall over another number"
+
     def test_weights_are_synced_after_each_step_that_rollouts_feed(
         self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
@@ -209,7 +220,7 @@ class AlgorithmContract:
             "algorithm": resolve(selection.component.target)(selection.config),
             "hooks": None,
             "backend": WatchedBackend(watch),
-            "roles": {name: WatchedBackend(Watch()) for name in facts.roles},
+            "roles": {name: WatchedBackend(watch.roles.setdefault(name, Watch())) for name in facts.roles},
             "chat": chat,
             "loss": loss,
             "sync_weights": watched_sync(watch),
