@@ -220,7 +220,8 @@ def test_a_logger_that_writes_what_another_part_of_the_run_writes_is_refused(goo
 
 
 def test_loggers_may_write_side_by_side(good, whet):
-    loggers = "[{use: jsonl, path: '-'}, {use: jsonl, path: '-'}, {use: jsonl, path: a.jsonl}, {use: plot}]"
+    twice, apart = "{use: jsonl, path: '-'}", "{use: jsonl, path: a.jsonl}, {use: tensorboard, folder: logs/t}"
+    loggers = f"[{twice}, {twice}, {apart}, {{use: plot}}]"
     assert whet("check", good, f"loggers={loggers}").code == 0
 
 

@@ -29,9 +29,9 @@ def run_command() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except OSError as error:  # of `--help` or `--version`; a command has its own
+    except OSError as error:  # of `--help`, of `--version`, or of a command that is no `whet.cli.command.Command`
         with suppress(OSError):
-            print(f"Error: {error.strerror or error}", file=sys.stderr)
+            print(f"Error: {error}", file=sys.stderr)
         return 1
     except click.Abort:  # click turns Ctrl-C into this
         raise KeyboardInterrupt from None

@@ -127,7 +127,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         found, recognised = look_at_data(config.data, roles.algorithm.record_fields, names)
         problems += [*found, *_unchecked(config.weight_sync.probe, roles)]
     folder = Path(config.run.folder).expanduser().absolute()
-    problems += _taken(folder, roles.selections)
+    problems += _taken(folder, roles.selections) if trains else ()  # other jobs have no loggers
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
@@ -270,7 +270,7 @@ def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Proble
     owners = dict[Path, str]()
     for key, _, target, inner in _written(folder, selections):
         owner = owners.setdefault(target, key)
-        if inner == "." or inner.split(os.sep)[0] in OWN:
+        if inner in (".", *OWN) or (inner.split(os.sep)[0] in OWN and not inner.startswith(f"logs{os.sep}")):
             yield Problem(key, f"{inner!r} is written by the run itself; choose another name")
         elif owner != key:
             yield Problem(key, f"{inner!r} is already written by {owner}; choose another name")

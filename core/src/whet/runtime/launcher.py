@@ -20,7 +20,7 @@ from attrs import frozen
 
 from whet.component import CORE_VERSION
 from whet.config.sections import DeadlinesSection
-from whet.errors import ConfigError, WhetError, WorkerError
+from whet.errors import ConfigError, WhetError, WorkerError, in_words
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.connection import Call, Connection, InFlightCall, end_all
@@ -284,7 +284,8 @@ class ProcessWorkerGroup:
         except (WhetError, TimeoutError) as error:
             if (lost := self.cluster.loss(self.role, "start")) is not None:
                 raise lost from error
-            raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error
+            words = f"there is no place where its ranks can meet: {in_words(error)}"
+            raise WorkerError(self.role, 0, "start", words) from error
 
 
 def _within(device: str) -> str:

@@ -303,6 +303,14 @@ def test_the_judge_is_asked_only_where_the_environment_says_no():
         asyncio.run(lost.run(task, FakeModel("?")))
 
 
+def test_an_episode_without_rewards_is_judged():
+    judge = ScriptedResponder("Score: 10")
+    config = RubricJudgeConfig(rubric="It is right.", environment=selected("arithmetic"), unless="correct")
+    environment = RubricJudge(config, {"judge": judge})
+    assert environment._passed({"correct": 1.0})
+    assert not environment._passed({})  # its context is full, and the environment declares no rewards
+
+
 def test_unless_is_refused_beside_a_penalty():
     criteria = [Criterion("long", "It is too long.", weight=-1.0)]
     with pytest.raises(ValueError, match="a criterion has a weight below 0"):

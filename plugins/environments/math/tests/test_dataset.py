@@ -270,11 +270,13 @@ def test_numbers_beside_each_other_units_and_separators_are_read_as_people_do(ma
     right = [
         ("18 dollars", "18"), ("24 eggs", "24"), ("$24 dollars", "24"), ("1450 miles per hour", "1450"),
         ("10\\,000", "10000"), ("1~450", "1450"), ("1 450", "1450"), ("10{,}000", "10,000"), ("5\\text{ km}", "5"),
-        ("\\log_2 8", "\\log_2 8"), ("\\frac{3}{4}", "0.75"),
+        ("\\log_2 8", "\\log_2 8"), ("\\frac{3}{4}", "0.75"), ("\\frac 1 2", "0.5"), ("\\dfrac 3 4", "0.75"),
+        ("7 \\text{ dozen}", "7"), ("7 dozens of eggs", "7"), ("2^3\\,125", "1000"),
     ]  # fmt: skip
     wrong = [
         ("3 4", "7"), ("3\\quad 1", "4"), ("3\\,5\\,7", "15"), ("2 \\text{ million}", "2"), ("24 plus 3", "24"),
-        ("5 squared", "5"), ("18 or 19 eggs", "18"), ("451", "1\\,450"),
+        ("5 squared", "5"), ("18 or 19 eggs", "18"), ("451", "1\\,450"), ("3 eighths", "3"), ("2 xy", "2"),
+        ("2 root", "2"), ("5 thousandths", "5"), ("5 below zero", "5"),
     ]  # fmt: skip
     for expected, pairs in ((1.0, right), (0.0, wrong)):
         for answer, gold in pairs:

@@ -146,6 +146,13 @@ def test_an_exact_match_ignores_what_it_is_told(text: str, ignoring: str, right:
     assert score(text, "Eiffel Tower", use="exact-match", ignoring=ignoring) == right
 
 
+@pytest.mark.parametrize(
+    ("text", "gold"), [("(3, 4)", "(3,4)"), ("12 : 30", "12:30"), ("3 + 4", "3+4"), ("1e+5", "1e5")]
+)
+def test_signs_leave_out_white_space_beside_them(text: str, gold: str) -> None:
+    assert score(text, gold, use="exact-match", ignoring="signs") == 1
+
+
 @pytest.mark.parametrize("use", ["exact-match", "fuzzy-match"])
 @pytest.mark.parametrize(
     ("text", "gold"),

@@ -3,8 +3,7 @@
 import json
 import math
 
-from whet.component import Selection, resolve
-from whet.config.sections import Config, ModelSection, RunSection
+from whet.component import resolve
 from whet.interfaces.logger import Logger, RunInfo
 from whet_jsonl import hooks
 from whet_jsonl.config import JsonlConfig
@@ -20,12 +19,6 @@ def write(folder, steps, resumed_from=0, config=None):
     for step in steps:
         logger.log(step, {"loss": step / 2, "reward/mean": 1.0})
     logger.close(failed=False)
-
-
-def config_with(*paths):
-    (component,) = hooks.whet_loggers()
-    loggers = [Selection("loggers", component, JsonlConfig(path=path)) for path in paths]
-    return Config(RunSection("runs/x", 1), ModelSection("m"), algorithm=None, backend=None, loggers=loggers)
 
 
 def test_the_hook_offers_a_logger_that_can_be_imported(tmp_path):

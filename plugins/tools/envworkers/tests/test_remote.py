@@ -142,7 +142,7 @@ def test_episodes_are_spread_over_the_processes(remote):
 
 class Slow(FakeModel):
     async def reply(self, messages, **options):
-        await asyncio.sleep(30.0 * (messages == "slowly"))
+        await asyncio.sleep(1.0 * (messages[-1].text == "slowly"))
         return await super().reply(messages, **options)
 
 

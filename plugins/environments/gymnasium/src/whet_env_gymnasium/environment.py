@@ -78,8 +78,11 @@ class Gymnasium:
                 )
             return await self._play(task, model, game)
         finally:
-            with suppress(InfrastructureError):
-                await game.ask({"end": game.key})
+            leaving = asyncio.ensure_future(game.ask({"end": game.key}))
+            leaving.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if not ((own := asyncio.current_task()) and own.cancelling()):  # else its process may be busy for long
+                with suppress(InfrastructureError):
+                    await leaving
 
     def close(self) -> None:
         """End all processes."""

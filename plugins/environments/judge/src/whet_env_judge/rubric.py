@@ -71,9 +71,9 @@ class RubricJudge(Judged):
 
     def _passed(self, own: Mapping[str, float]) -> bool:
         """Return whether the environment has decided already, so that the judge need not be asked."""
-        if (name := self._config.unless) and name not in own:
+        if (name := self._config.unless) and own and name not in own:
             raise EpisodeError(f"`unless` names the reward {name!r}; the environment has {', '.join(own) or 'none'}")
-        return bool(name) and own[name] >= 1
+        return bool(name) and own.get(name, 0.0) >= 1
 
     async def _score(self, task: Task, recorder: Recorder, name: str, criterion: Criterion) -> float:
         """Return the reward for one criterion, and record the judge's words."""

@@ -18,18 +18,20 @@ TAIL = 500
 """An answer without a box is searched in this many characters at the end of the text."""
 MARK = "####"
 PLAIN = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d{1,30})(\.\d{1,30})?", re.ASCII)
-SPACED = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|~|\u00a0|\u202f)+(?=\d{3}(?!\d))", re.ASCII)
+SPACED = re.compile(r"(?<=\d)(?<![_^]\d)(?:\\[,;:! ]|\{,\}|~|\u00a0|\u202f)+(?=\d{3}(?!\d))", re.ASCII)
 """Separators of thousands other than a comma: `1\\,450`, `1{,}450`."""
 THOUSANDS = re.compile(r"\d{1,3}(?: \d{3})+", re.ASCII)
-ADJACENT = re.compile(r"(?<![_^\d])\d+(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))+\d", re.ASCII)
+ADJACENT = re.compile(r"(?<![_^\d])(?<!frac)(?<!frac\s)\d+(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))+\d", re.ASCII)
 """Two numbers without an operator, which math-verify adds."""
-MAGNITUDE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)s?\b", re.IGNORECASE)
+MAGNITUDE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
 """A word that multiplies, which math-verify takes for a unit."""
 _NO_UNIT = (
     "or|and|to|not|than|less|plus|minus|times|over|mod|percent|pi|squared|cubed|factorial|half|halves|thirds?|quarters?|"
-    "tenths?|hundredths?|hundreds?|thousands?|millions?|billions?|trillions?|dozens?"
+    "(?:fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)ths?|roots?|sqrt|below|"
+    "hundreds?|thousands?|millions?|billions?|trillions?"
 )
-UNIT = re.compile(rf"((?:\\?\$)?-?[\d,.]+)(?:\s+(?!(?:{_NO_UNIT})\b)[a-z]{{2,20}}){{1,4}}\.?", re.ASCII | re.IGNORECASE)
+_WORD = "(?:[a-z]{3,20}|km|cm|mm|kg|mg|ml|ft|mi|oz|lbs?|hrs?|in|of)"
+UNIT = re.compile(rf"((?:\\?\$)?-?[\d,.]+)(?:\s+(?!(?:{_NO_UNIT})\b){_WORD}\b){{1,4}}\.?", re.ASCII | re.IGNORECASE)
 """A number and a few words: `18 dollars`, `1,450 miles per hour`."""
 BOMB = re.compile(
     r"(?:\^|\*\*)[\s{(+-]*(?:\d{6}|\d+\s*(?:\^|\*\*))"  # an exponent of six digits, or one raised to a power

@@ -17,8 +17,10 @@ from whet_sandbox.boxed import last_boxed
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _OF_A_NUMBER = r"(?<![^\W\d_])[-./](?=\.?\d)"
-_BETWEEN_NUMBERS = rf"(?<=\d)(?!,\d{{3}}(?!\d))[{re.escape(string.punctuation)}](?=\d)|(?<=\de)[-+](?=\d)"
+_BETWEEN_NUMBERS = rf"(?<=\d)(?!,\d{{3}}(?!\d))[{re.escape(string.punctuation)}](?=\d)|(?<=\de)-(?=\d)"
 """`2^3` and `3:4` are not 23 and 34; the comma of `1,000` alone has no meaning."""
+_BLANKS = re.compile(r"(?<=\d)\s*([^\w\s.-])\s*(?=\d)")
+"""A sign between numbers with white space beside it: `3 : 4` is `3:4`."""
 _PUNCTUATION = re.compile(rf"(?!{_OF_A_NUMBER}|{_BETWEEN_NUMBERS})[{re.escape(string.punctuation)}]")
 _SIGNS = re.compile(rf"(?!{_OF_A_NUMBER}|{_BETWEEN_NUMBERS})[\W_]")
 LONGEST = 10_000
@@ -42,7 +44,7 @@ class ExactMatch:
         if ignoring == "style":
             return " ".join(words_of(text))
         bare = text.strip()
-        return bare if ignoring == "nothing" else _SIGNS.sub("", bare.lower()) or bare.lower()
+        return bare if ignoring == "nothing" else _SIGNS.sub("", _BLANKS.sub(r"\1", bare.lower())) or bare.lower()
 
 
 class FuzzyMatch:
@@ -112,7 +114,8 @@ def golds_of(episode: Finished, key: str) -> Sequence[str]:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text without case, punctuation and articles: Rajpurkar et al. 2016 (arXiv:1606.05250), as
-    in the official evaluation of SQuAD, but `-`, `.` and `/` before a digit are kept: -1.5 is not 15.
+    in the official evaluation of SQuAD, but `-`, `.` and `/` before a digit and signs between digits are kept: -1.5
+    is not 15, and 2^3 not 23.
 
     A text of nothing but articles and punctuation keeps its articles, and one of nothing but punctuation all of it.
     """

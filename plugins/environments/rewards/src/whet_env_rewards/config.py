@@ -157,8 +157,9 @@ class ExactMatchConfig(AnswerConfig):
 
     ignoring: Literal["nothing", "style", "signs"] = "style"
     """What does not matter. `nothing`: white space at the ends. `style`: case, punctuation, articles and white space,
-    as in SQuAD. `signs`: everything but letters and digits, and case. Both keep `-`, `.` and `/` before a digit: -1.5
-    is not 15. If nothing were left of an answer, what does not matter counts: `A` is not `The`."""
+    as in SQuAD. `signs`: everything but letters and digits, and case. Both keep `-`, `.` and `/` before a digit, and
+    signs between digits, except the comma of thousands: -1.5 is not 15, and 2^3 not 23. If nothing were left of an
+    answer, what does not matter counts: `A` is not `The`."""
 
 
 @frozen

@@ -251,6 +251,8 @@ def _disk(folder: Path, plan: Prepared | None) -> Iterator[Check]:
     if plan:  # weights and two moments in float32 for each checkpoint, one more while it is written, and the export
         run = plan.config.run
         saves = -(-run.steps // run.save_every) if run.steps and run.save_every else 1
+        if run.save_every and not run.steps:  # by epochs: the number of steps is not known here
+            saves = run.keep or 1
         kept = min(run.keep or saves, saves) + 1
         whole = 0 if plan.roles.backend.adapter else 12 * kept  # of an adapter a checkpoint holds little
         needed = plan.model.parameters * (whole + 4 * run.export)
