@@ -81,7 +81,8 @@ def test_what_has_not_been_imported_stays_so() -> None:
     ("save_every", "every", "metric", "words"),
     [
         (10, 20, "evaluation/test/correct", None),
-        (20, 20, "validation/loss", None),
+        (3, 20, "validation/loss", None),
+        (5, 20, "validation/loss", "both evaluated and saved every 15 steps and at the end"),
         (30, 20, "evaluation/test/correct", "both evaluated and saved every 60 steps and at the end"),
         (0, 20, "evaluation/test/correct", "both evaluated and saved only at the end"),
         (10, 0, "evaluation/test/correct", "evaluated only at the end; set evaluation.every"),
@@ -93,7 +94,7 @@ def test_steps_that_are_evaluated_and_not_saved_are_noted(
     save_every: int, every: int, metric: str, words: str | None
 ) -> None:
     run = RunSection(folder="runs/it", steps=100, save_every=save_every, keep_best=KeepBestSection(metric))
-    notes = list(keep_best_notes(run, EvaluationSection(every=every)))
+    notes = list(keep_best_notes(run, EvaluationSection(every=every), validate_every=3))
     assert [words in note for note in notes] == [True] if words else not notes
 
 

@@ -194,7 +194,7 @@ BORROWING = GeneratorFacts(transports=("in-place",), in_place="whole")
         (evolve(LENDING, in_place="cut"), {}, {}, "and the backend trainer lends them in the form cut"),
         (LENDING, {}, {"colocate": []}, "put both into one group of cluster.colocate"),
         (LENDING, {}, {"ranks": {"backend": 2}}, "the backend has 2 and the generator 1"),
-        (LENDING, {}, {"gpus": {"backend": 1}, "ranks": {"generator": 1}}, "on the same devices"),
+        (LENDING, {}, {"gpus": {"backend": 1, "generator": 0}}, "on the same devices"),
         (LENDING, {}, {"gpus": {"backend": 4, "generator": 2}, "ranks": {"generator": 4}}, "on the same devices"),
         (LENDING, {}, {"python": {"generator": "x"}}, "one Python, or have the generator hold weights of its own"),
     ],
@@ -264,9 +264,14 @@ def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
 
 
 def test_ranks_that_train_do_not_share_a_gpu():
-    cluster = ClusterSection(gpus={"backend": 4}, ranks={"backend": 8})
+    cluster = ClusterSection(gpus={"backend": 4, "generator": 0}, ranks={"backend": 8})
     _, (problem,) = plan_of(make_config(cluster=cluster), ENGINE, Machine(8, gpus=8))
     assert str(problem).startswith("cluster.ranks.backend: is 8, and ranks that train need a GPU each: cluster.gpus.")
+
+
+def test_a_role_is_not_left_on_the_cpu_beside_roles_with_gpus_by_oversight():
+    _, (problem,) = plan_of(make_config(cluster=ClusterSection(gpus={"backend": 4})), ENGINE, Machine(8, gpus=8))
+    assert str(problem).startswith("cluster.gpus.generator: is missing, and generator shares the devices of backend")
 
 
 @pytest.mark.parametrize(
@@ -663,7 +668,7 @@ def test_weights_that_the_backend_does_not_hold_are_refused():
 @pytest.mark.parametrize(
     ("cluster", "told"),
     [
-        ({"gpus": {"backend": 1}}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
+        ({"gpus": {"backend": 1, "generator": 0}}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
         (
             {"gpus": {"backend": 3, "generator": 2}, "colocate": [["backend"]]},
             "cluster.gpus: asks for 5 GPUs; this machine has 0",

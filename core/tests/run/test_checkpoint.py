@@ -255,6 +255,15 @@ def test_the_best_are_never_pruned(tmp_path, mode, count, expected):
     assert kept(run) == expected
 
 
+@pytest.mark.parametrize(("metric", "best"), [("validation/loss", 10), ("perplexity", 10), ("reward/mean", 20)])
+def test_of_a_loss_the_smallest_is_the_best(tmp_path, metric, best):
+    run = RunFolder(tmp_path)
+    for step, value in ((10, 1.0), (20, 2.0)):
+        checkpoint.write(run, step, {"metrics": {metric: value}}, {"backend": save_weights})
+    assert checkpoint.ranking(run, KeepBestSection(metric))[0] == best
+    assert checkpoint.ranking(run, KeepBestSection(metric, "max"))[0] == 20
+
+
 def test_the_best_is_known_from_the_checkpoints_alone(tmp_path):
     scored(RunFolder(tmp_path), {10: 0.9, 20: 0.1})
     best = KeepBestSection("evaluation/test/correct")

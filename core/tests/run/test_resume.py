@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from whet.component import Component, Selection
 from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.data.model_info import read_model
+from whet.errors import CheckpointError
 from whet.plugins.features import chats, reader
 from whet.run.checkpoint import differences
-from whet.run.resume import run_fingerprint
+from whet.run.resume import refuse_another, run_fingerprint
 
 
 @frozen
@@ -52,6 +54,15 @@ def test_files_may_move_but_not_change(fingerprint: Any, tmp_path: Path) -> None
     assert fingerprint(here) != fingerprint(other)
     assert fingerprint(here, there) != fingerprint(here)
     assert fingerprint(here, max_length=8) != fingerprint(here)
+
+
+def test_how_ranks_share_the_work_may_change() -> None:
+    config: Any = SimpleNamespace(roles={"critic": None}, run=SimpleNamespace(allow_changed=[]))
+    critic = {"lr": 1, "parallel": {"tensor": 2}}
+    before = {"backend": {"lr": 1, "parallel": {"tensor": 1}}, "roles": {"critic": critic}}
+    refuse_another("x", before, {"backend": {"lr": 1, "parallel": {}}, "roles": {"critic": {"lr": 1}}}, config)
+    with pytest.raises(CheckpointError, match=r"backend\.lr"):
+        refuse_another("x", before, {"backend": {"lr": 2}, "roles": {"critic": {"lr": 1}}}, config)
 
 
 @frozen

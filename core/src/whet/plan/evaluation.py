@@ -61,18 +61,20 @@ def evaluation_notes(section: "EvaluationSection", facts: Mapping[str, Environme
             yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
 
 
-def keep_best_notes(run: "RunSection", evaluation: "EvaluationSection") -> Iterator[str]:
+def keep_best_notes(run: "RunSection", evaluation: "EvaluationSection", validate_every: int) -> Iterator[str]:
     """Return a note where steps are evaluated and not saved, so that the best of them cannot be kept."""
-    every, save_every = evaluation.every, run.save_every
-    if run.keep_best is None or run.keep_best.metric.partition("/")[0] not in ("evaluation", "validation"):
+    if run.keep_best is None or (kind := run.keep_best.metric.partition("/")[0]) not in ("evaluation", "validation"):
         return
+    every, key, save_every = evaluation.every, "evaluation.every", run.save_every
+    if kind == "validation":
+        every, key = validate_every, "algorithm.validate_every"
     if not save_every or every % save_every:
         evaluated = f"every {every} steps" if every else "only after the last step"
         both = f"every {lcm(every, save_every)} steps and at the end" if every and save_every else "only at the end"
         words = f"steps are evaluated {evaluated}, and both evaluated and saved {both}; the best is one of those"
-        yield f"run.keep_best: {words}. To consider every evaluated step, let run.save_every divide evaluation.every"
+        yield f"run.keep_best: {words}. To consider every evaluated step, let run.save_every divide {key}"
     elif not every:
-        yield "run.keep_best: steps are evaluated only at the end; set evaluation.every"
+        yield f"run.keep_best: steps are evaluated only at the end; set {key}"
 
 
 def keep_best_problems(config: "Config") -> Iterator[Problem]:

@@ -104,8 +104,8 @@ def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
     return tuple("cuda:" + ",".join(str(place + i) for i in range(each)) if gpus else "cpu" for place in places)
 
 
-def gpus_apart(roles: Roles) -> Iterator[Problem]:
-    """Find roles whose GPUs cannot be dealt out to their ranks."""
+def gpus_apart(roles: Roles, stated: Collection[str]) -> Iterator[Problem]:
+    """Find roles whose GPUs cannot be dealt out to their ranks. `stated`: the roles of `cluster.gpus`."""
     for role in roles:
         gpus, each = role.gpus, role.facts.processes
         if gpus % each:
@@ -115,6 +115,9 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
             yield Problem(f"cluster.ranks.{role.name}", f"{words}; leave the ranks out, or raise the GPUs")
     for group in roles.groups:
         taken = {name: roles[name].facts.processes for name in group if roles[name].gpus}
+        for name in (name for name in group if taken and name in roles.names and name not in stated):
+            words = f"is missing, and {name} shares the devices of {next(iter(taken))}; state its GPUs, 0 for the CPU"
+            yield Problem(f"cluster.gpus.{name}", words)
         if any(more % less for less, more in pairwise(sorted(taken.values()))):
             listed = ", ".join(f"{name} {each}" for name, each in taken.items())
             words = "wanted numbers of which the smaller divide the larger"

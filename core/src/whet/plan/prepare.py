@@ -132,7 +132,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
     notes += [*_unsaid(cluster, target), *_outside(folder, roles.selections), *recognised]
-    notes += keep_best_notes(config.run, config.evaluation)
+    notes += keep_best_notes(config.run, config.evaluation, getattr(config.algorithm.config, "validate_every", 0))
     plan = evolve(
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
         warnings=placed((*plan.warnings, *_not_here(cluster, roles)), loaded.layers),

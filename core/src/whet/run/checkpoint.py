@@ -111,7 +111,7 @@ def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> N
 
 def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:
     """Return the steps of the checkpoints that have the metric, the best first. Their files are not checked."""
-    sign, found = (1 if best.mode == "min" else -1), list[tuple[float, int]]()
+    sign, found = (1 if best.smallest else -1), list[tuple[float, int]]()
     for step, folder in folders(run):
         with suppress(*_UNREADABLE):
             value = json.loads((folder / STATE).read_text(encoding="utf-8"))["metrics"][best.metric]

@@ -119,9 +119,12 @@ def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
 def refuse_another(found: str, before: Any, fingerprint: Mapping[str, Any], config: "Config") -> None:
     """Raise `CheckpointError` if a fingerprint differs from the fingerprint of an earlier run or checkpoint.
 
-    Renamed keys, and the keys in `run.allow_changed`, do not count as a difference.
+    Renamed keys, and the keys in `run.allow_changed`, do not count as a difference. Nor does `parallel`: how ranks
+    share the work may change, as their number may.
     """
-    different = checkpoint.differences(renewed(before, config), fingerprint, config.run.allow_changed)
+    parallel = [f"{section}.parallel" for section in ("backend", *(f"roles.{name}" for name in config.roles))]
+    allowed = [*config.run.allow_changed, *parallel]
+    different = checkpoint.differences(renewed(before, config), fingerprint, allowed)
     if different:
         raise CheckpointError(
             f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"

@@ -1,5 +1,6 @@
 """What teachers are asked, and which models can be teachers."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from whet.component import Component, Selection
 from whet.config.sections import ModelSection
 from whet.data.model_info import read_model
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 from whet_distill import losses
 from whet_distill.config import DistillConfig, TopkKlConfig
 from whet_distill.distill import with_advantages
@@ -130,6 +131,37 @@ def test_a_teacher_of_another_size_with_the_same_tokens_is_taken(tmp_path, tiny_
     made = parts(tiny_model_folder, teacher=1)
     made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
     Teaching(config(), made, read_model(tiny_model_folder))
+
+
+@pytest.mark.parametrize("source", ["teacher", "student"])
+def test_likeliest_tokens_are_those_that_all_models_have(tmp_path, tiny_model_folder, tiny_tokenizer, source):
+    folder = make_model(tmp_path, tiny_tokenizer, hidden=32, layers=1)
+    student = read_model(tiny_model_folder)
+    rows, asked = student.vocab_size, []
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": rows + 128}))
+
+    def likeliest(output, batch):
+        asked.append(output)
+        k = int(output.rpartition(":")[2]) if ":" in output else 4
+        places = np.tile(np.arange(k), (batch.tokens, 1))
+        if output.startswith("topk_logprobs"):
+            return -places.astype(np.float32)
+        return np.where(places % 2, rows + places, places).astype(np.int32)  # every other one is padding
+
+    made = parts(tiny_model_folder, teacher=1)
+    made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
+    made.roles["teacher"] = made.backend = SimpleNamespace(
+        score=lambda batch, outputs: {name: likeliest(name, batch) for name in outputs}
+    )
+    batch = random_batch(0)
+    found = Teaching(config(topk=4, topk_of=source), made, student)(batch)
+    assert (found["topk_ids"] == [0, 2, 4, 6]).all()
+    assert "topk_ids:20" in asked
+    if source == "teacher":
+        assert (found["teacher_topk_logprobs"] == [0, -2, -4, -6]).all()
+    with pytest.raises(WhetError, match="more than 16 are rows of padding"):
+        Teaching(config(topk=18, topk_of=source), made, student)(batch)
 
 
 def test_shares_are_between_0_and_1():

@@ -252,13 +252,29 @@ def test_what_is_wrong_with_an_adapter_by_itself_is_refused_by_its_key():
     def sections(sync_every=0, **lora):
         section = SimpleNamespace(config=MegatronConfig(lora=LoraConfig(**lora)))
         roles = {"teacher": SimpleNamespace(component=section, sync_every=sync_every, model=None)}
-        cluster, model = SimpleNamespace(gpus={}), SimpleNamespace(dtype="float32")
+        cluster = SimpleNamespace(gpus={}, colocate=None, python={})
+        model = SimpleNamespace(dtype="float32")
         config = SimpleNamespace(backend=section, roles=roles, generator=None, cluster=cluster, model=model)
         return [one.path for one in whet_check_config(config)]
 
     assert sections(targets=("(",)) == ["backend.lora.targets.0", "roles.teacher.lora.targets.0"]
     assert sections(export="adapter", sync_every=1) == ["backend.lora.export"]
     assert not sections(export="adapter")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "refused"),
+    [({}, True), ({"colocate": [["backend", "critic"]]}, True), ({"colocate": [["critic"]]}, False),
+     ({"python": {"critic": "other"}}, False)],
+)  # fmt: skip
+def test_roles_of_the_same_processes_have_axes_of_equal_sizes(cluster, refused):
+    backend, critic = (SimpleNamespace(config=MegatronConfig(parallel=ParallelConfig(tensor=n))) for n in (2, 1))
+    roles = {"critic": SimpleNamespace(component=critic, sync_every=0, model=None)}
+    section = SimpleNamespace(**{"gpus": {}, "colocate": None, "python": {}, **cluster})
+    model = SimpleNamespace(dtype="float32")
+    config = SimpleNamespace(backend=backend, roles=roles, generator=None, cluster=section, model=model)
+    found = [str(one) for one in whet_check_config(config)]
+    assert [one.partition(" ")[0] for one in found] == ["roles.critic.parallel:"] * refused
 
 
 def held(config, of, ranks, trained=True):

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 _SHOWN = 3
 
 
-def refuse_other_tokens(role: str, section: "ModelSection", student: Path) -> None:
-    """Raise `ConfigError` with the first differences where a teacher's tokens are not the student's."""
+def rows_of_teacher(role: str, section: "ModelSection", student: Path) -> int:
+    """Return a teacher's rows of logits. Raises `ConfigError` with the first differences where its tokens are not the
+    student's.
+    """
     folder = locate(section.path, section.revision, config_only=True)
     theirs, ours = _tokens(folder), _tokens(student)
     if theirs != ours:
@@ -25,12 +27,7 @@ def refuse_other_tokens(role: str, section: "ModelSection", student: Path) -> No
             f"roles.{role}.model: {section.path} has another tokenizer than the student: {len(different)} tokens "
             f"differ, e.g. {told}; a teacher must have the student's tokens, so that both speak of the same"
         )
-    sizes = [read_model(path).vocab_size for path in (folder, student)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"roles.{role}.model: {section.path} has {sizes[0]} rows of logits and the student {sizes[1]}; their "
-            "tokenizers agree, so pad the smaller one's embeddings to the size of the other"
-        )
+    return read_model(folder).vocab_size
 
 
 def _tokens(folder: Path) -> dict[str, Any]:

@@ -78,11 +78,12 @@ def _of_keys(path: str, loss: Any) -> Iterable[Problem]:
     sft = getattr(loss, "sft", None)
     if isinstance(sft, sections.SftTerm) and sft.of == "conversation" and not sft.weight:
         yield Problem(f"{path}.sft.of", f"has no effect without a likelihood term; set {path}.sft.weight")
-    divergence = getattr(loss, "divergence", None)
-    if divergence not in (None, "alpha") and loss.divergence_alpha != sections.DpoLossConfig().divergence_alpha:
+    alpha, usual = getattr(loss, "divergence_alpha", None), sections.DpoLossConfig().divergence_alpha
+    if alpha not in (None, usual) and (divergence := loss.divergence) != "alpha":
         wanted = f"set {path}.divergence: alpha, or leave it out"
         yield Problem(f"{path}.divergence_alpha", f"has no effect on the divergence {divergence}; {wanted}")
-    if getattr(loss, "shift", "") == "none" and loss.shift_mean != whole_config.BcoPairConfig().shift_mean:
+    moved = getattr(loss, "shift_mean", None) not in (None, whole_config.BcoPairConfig().shift_mean)
+    if moved and loss.shift == "none":
         yield Problem(f"{path}.shift_mean", f"has no effect without a shift; set {path}.shift, or leave it out")
 
 

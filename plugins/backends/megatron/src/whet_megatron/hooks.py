@@ -1,6 +1,6 @@
 """The hooks of this plugin."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from whet import hookimpl
 from whet.component import Component, Problem
@@ -8,6 +8,7 @@ from whet.config.sections import Config
 from whet_megatron.checks import problems
 from whet_megatron.config import MegatronConfig
 from whet_megatron.generator.config import MegatronGeneratorConfig, checked
+from whet_megatron.parallel import ParallelConfig
 from whet_training import lora_config
 
 
@@ -50,4 +51,19 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
                 section.config, path, config.cluster.gpus.get(role, 0), (own or config.model).dtype, where
             )
             yield from lora_config.problems(section.config.lora, config, f"{path}.lora")
+    yield from _unequal(config, {path.removeprefix("roles."): section.config for path, section in sections.items()})
     yield from checked(config)
+
+
+def _unequal(config: Config, roles: Mapping[str, object]) -> Iterator[Problem]:
+    """Find roles of the same processes whose axes have other sizes: a worker would refuse them."""
+    for group in config.cluster.colocate or [list(roles)]:
+        first = dict[str, tuple[str, ParallelConfig]]()
+        for role in (role for role in roles if role in group):
+            if isinstance(section := roles[role], MegatronConfig):
+                name, sizes = first.setdefault(config.cluster.python.get(role, ""), (role, section.parallel))
+                if section.parallel != sizes:
+                    words = f"differs from that of {name} in the same processes, where Megatron has one set of groups"
+                    change = "use equal sizes, or take the role out of cluster.colocate"
+                    path = role if role == "backend" else f"roles.{role}"
+                    yield Problem(f"{path}.parallel", f"{words}; {change}")
