@@ -203,7 +203,9 @@ def test_adapters_of_experts_that_a_model_lacks_and_targets_that_match_nothing_a
         "'query' matches no linear layer but the head of Qwen3ForCausalLM" in asked(targets=("query",))["lora.targets"]
     )
     layers = "its layers have k_proj, o_proj, q_proj, v_proj"  # experts are none of them
-    assert layers in asked(ModelInfo("model", MIXED), targets=("up_proj",))["lora.targets"]
+    told = asked(ModelInfo("model", MIXED), targets=("up_proj",))["lora.targets"]
+    assert layers in told
+    assert "experts get adapters by `experts: true`, not by name" in told
     assert not asked(targets=("q_proj", r"model\.layers\.[0-3]\..*"))
 
 

@@ -56,6 +56,10 @@ def problems(lora: LoraConfig | None, config: Config, path: str) -> Iterator[Pro
             yield Problem(f"{path}.export", words)
 
 
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+"""Names of layers that experts have in the place of linear layers."""
+
+
 def unmatched(targets: Collection[str], names: Collection[str], owner: str) -> Iterator[tuple[int, str]]:
     """Yield the number of each target that matches none of the names of linear layers, and what is wrong.
 
@@ -64,7 +68,9 @@ def unmatched(targets: Collection[str], names: Collection[str], owner: str) -> I
     for number, target in enumerate(targets):
         if not any(matches(target, name) for name in names):
             some = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            yield number, f"{target!r} matches no linear layer but the head of {owner}; its layers have {some}"
+            words = f"{target!r} matches no linear layer but the head of {owner}; its layers have {some}"
+            of_experts = "; experts get adapters by `experts: true`, not by name" * (target in EXPERTS)
+            yield number, words + of_experts
 
 
 def chosen(targets: Collection[str], names: Collection[str], owner: str) -> list[str]:
