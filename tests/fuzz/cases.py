@@ -248,7 +248,7 @@ def data(chance: random.Random, ground: Ground, folder: Path) -> Case:
         packed, case.words = change_text(chance, packed)
     file.write_bytes(packed)
     case.words = f"{name}: {case.words}"
-    section = DataSection([DataFile(str(file))], max_bad_records=1.0)
+    section = DataSection([DataFile(str(file))], max_bad_records=1.0, max_too_long=1.0)
     with case.judged():
         report = (
             OfflineData(section, ChatTokenizer(ground.model), 0, 200)

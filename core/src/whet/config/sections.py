@@ -367,6 +367,8 @@ class DataSection:
     """The files to compute the validation loss on: over all of them, and over each one if there are several."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
     """Longest record, in tokens; 0: the model's limit. Longer records are left out and counted."""
+    max_too_long: float = field(default=0.5, validator=[ge(0), le(1)])
+    """Share of records that may be longer than that before the run refuses the data."""
     max_bad_records: float = field(default=0.01, validator=[ge(0), le(1)])
     """Share of records that may be malformed before the run refuses the data. Each is reported with file and line."""
 

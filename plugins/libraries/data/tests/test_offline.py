@@ -41,13 +41,13 @@ def encode(record, chat):
 
 @pytest.fixture
 def make(tmp_path, chat):
-    def make(records, validation=(), seed=0, max_length=0, max_bad_records=0.01, status=lambda text: None, epochs=None):
+    def make(records, validation=(), seed=0, max_length=0, status=lambda text: None, epochs=None, **bounds):
         files = []
         for name, rows in (("train", records), ("validation", validation)):
             text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
             (tmp_path / f"{name}.jsonl").write_text(text)
             files.append([DataFile(str(tmp_path / f"{name}.jsonl"))] if rows else [])
-        section = DataSection(*files, max_bad_records=max_bad_records)
+        section = DataSection(*files, **bounds)
         return OfflineData(section, chat, seed, max_length, status, encode=encode, epochs=epochs)
 
     return make
@@ -124,6 +124,14 @@ def test_longer_records_are_left_out_and_counted(make, chat):
     assert (data.report.records, data.report.too_long, data.report.malformed) == (7, 1, 0)
     with pytest.raises(DataError, match=r"no record is left of 7; 7 are longer than 2 tokens \(data\.max_length\)"):
         make(records, max_length=2).prepare(encode)
+
+
+def test_data_most_of_which_is_too_long_is_refused(make):
+    records = [{"n": "1", "answers": ["yes"]}, *({"n": f"{n}", "answers": ["yes " * 50]} for n in (2, 3))]
+    length = int(make(records[:1]).prepare(encode).batch(1, 1)["lengths"].max())
+    with pytest.raises(DataError, match=r"2 of 3 records are longer than \d+ tokens, more than the 50% that data\."):
+        make(records, max_length=length).prepare(encode)
+    assert len(make(records, max_length=length, max_too_long=1.0).prepare(encode)) == 1
 
 
 def test_malformed_records_are_counted_and_quoted(make, caplog):

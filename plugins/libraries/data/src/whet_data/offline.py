@@ -222,6 +222,12 @@ class OfflineData:
                 f"data.{name}: {report.malformed:,} of {report.records:,} records are malformed, more than the "
                 f"{allowed:.1%} that data.max_bad_records allows:\n{examples}"
             )
+        if report.too_long > self._section.max_too_long * report.records and columns.lengths:
+            raise DataError(
+                f"data.{name}: {report.too_long:,} of {report.records:,} records are longer than {self._max_length} "
+                f"tokens, more than the {self._section.max_too_long:.0%} that data.max_too_long allows; raise "
+                "data.max_length as far as the model allows, cut the records, or raise data.max_too_long"
+            )
         if files and not columns.lengths:
             raise DataError(
                 f"data.{name}: no record is left of {report.records:,}; {report.too_long:,} are longer than "
