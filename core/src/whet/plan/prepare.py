@@ -158,7 +158,10 @@ def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
 
 
 def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:
-    """Return notes on what is not known of a machine that is described."""
+    """Return notes on GPUs that nobody uses, and on what is not known of a machine that is described."""
+    if not any(cluster.gpus.values()) and any(node.gpus for node in target.nodes):
+        count = target.gpus or 1
+        yield f"no role computes on a GPU, and there are some; state cluster.gpus, e.g. {{backend: {count}}}"
     if not target.given:
         return
     if target.others and not joins(cluster):
