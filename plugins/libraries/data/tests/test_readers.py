@@ -105,12 +105,18 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "a.json").write_text("[1, 2")
     (tmp_path / "a.parquet").write_text("hello")
+    (tmp_path / "whole.json").write_text(json.dumps({"data": RECORDS}, indent=2))
+    (tmp_path / "list.jsonl").write_text("\n" + json.dumps(RECORDS, indent=2))
+    (tmp_path / "rows.jsonl").write_text("[" + ",\n".join(map(json.dumps, RECORDS)) + "]")
     for name, complaint in [
         ("a.txt", "is no data file: wanted a file that ends in .jsonl"),
         ("gone.jsonl", "gone.jsonl cannot be read: No such file"),
         ("../../a b", "is no data file"),
         ("a.json", "cannot be read as a JSON list"),
         ("a.parquet", "cannot be read as Parquet"),
+        ("whole.json", "is one JSON object over several lines; wanted a list of records, or a record on each line"),
+        ("list.jsonl", r"is a JSON list over several lines; name it \.json, or set format: json"),
+        ("rows.jsonl", "is a JSON list over several lines"),
     ]:
         with pytest.raises(DataError, match=complaint):
             records_of(tmp_path / name)
@@ -136,7 +142,7 @@ def test_a_hub_data_set_is_read(tmp_path, monkeypatch):
 
     def load_dataset(*args, **options):
         asked.append((args, options))
-        return datasets.Dataset.from_list(RECORDS[:2])
+        return datasets.Dataset.from_list(RECORDS[:2]).with_format("numpy", columns=[])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = list(read(DataFile("openai/gsm8k", split="test", subset="main")))
@@ -180,6 +186,14 @@ def test_a_data_set_that_was_saved_is_read(saved):
     assert records_of(saved / "one", format="saved", limit=1) == RECORDS[:1]
     assert [row.where for row in read(DataFile(str(saved / "one")))] == ["one:0", "one:1"]
     assert format_words(DataFile(str(saved / "one"))) == "a saved data set"
+
+
+def test_a_format_that_a_data_set_was_saved_with_is_left_out(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets reads what it saved")
+    datasets.Dataset.from_list([{"text": "a", "n": [1]}]).with_format("numpy", columns=["n"]).save_to_disk(
+        tmp_path / "a"
+    )
+    assert records_of(tmp_path / "a") == [{"text": "a", "n": [1]}]
 
 
 def test_a_split_of_saved_splits_is_read(saved):

@@ -73,7 +73,7 @@ def content_hash(file: DataFile) -> str:
 def _rows(file: DataFile) -> Iterator[Row]:
     path = find_file(file)
     if path is None:
-        hub = enumerate(_hub(file))
+        hub = enumerate(_hub(file).with_format(None))
         return (_checked(f"{file.path}[{file.split}]:{number}", record) for number, record in hub)
     match format_of(file, path):
         case "saved":
@@ -160,10 +160,16 @@ def _opened(path: Path, packed: bool = False) -> gzip.GzipFile | io.BufferedRead
 
 def _lines(path: Path) -> Iterator[Row]:
     with _opened(path) as stream:
+        first = True
         for number, line in enumerate(_unbroken(stream, path), 1):
             text = line.removeprefix(BOM) if number == 1 else line
-            if text.strip():
-                yield _parsed(f"{path.name}:{number}", text)
+            if not text.strip():
+                continue
+            row = _parsed(f"{path.name}:{number}", text)
+            if first and row.problem.startswith("not JSON") and text.lstrip().startswith(b"["):
+                raise DataError(f"{path} is a JSON list over several lines; name it .json, or set format: json")
+            first = False
+            yield row
 
 
 def _unbroken(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
@@ -211,6 +217,7 @@ def _whole(path: Path) -> Iterator[Row]:
     with _opened(path) as stream:
         content = b"".join(_unbroken(stream, path)).removeprefix(BOM).strip()
     if not content.startswith(b"["):
+        _refuse_one_object(content, path)
         for number, line in enumerate(io.BytesIO(content), 1):
             if line.strip():
                 yield _parsed(f"{path.name}:{number}", line)
@@ -222,6 +229,16 @@ def _whole(path: Path) -> Iterator[Row]:
     halves = bool(_HALF.search(content))
     for number, record in enumerate(records, 1):
         yield _checked(f"{path.name}[{number}]", record, halves)
+
+
+def _refuse_one_object(content: bytes, path: Path) -> None:
+    """Raise `DataError` if the content is one JSON object over several lines."""
+    if not _parsed("", io.BytesIO(content).readline()).problem.startswith("not JSON"):
+        return
+    if not _parsed("", content).problem.startswith("not JSON"):
+        raise DataError(
+            f"{path} is one JSON object over several lines; wanted a list of records, or a record on each line"
+        )
 
 
 def _delimited(path: Path, delimiter: str) -> Iterator[Row]:
@@ -247,7 +264,7 @@ def _saved(path: Path) -> Iterator[Row]:
     datasets = _optional("datasets", f"{path} is a data set that `datasets` saved")
     load: Callable[..., Any] = datasets.load_from_disk
     try:
-        for number, record in enumerate(load(str(path))):
+        for number, record in enumerate(load(str(path)).with_format(None)):
             yield _checked(f"{path.name}:{number}", record)
     except Exception as error:  # any type: the library decides what a damaged folder raises
         raise DataError(f"the saved data set {path} cannot be read: {in_words(error)}") from error
