@@ -572,6 +572,17 @@ def test_a_refusing_template_says_which_roles_it_was_given(load):
         chat.prompt((*TALK[:1], *TALK[:1]))
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [("{{ m.content[:5] }}", "Comp"), ("{{ m.content | upper }}", "COMPUTE"), ("{{ m.content[0].text }}", "Compute")],
+)
+def test_content_is_a_list_of_parts_only_for_templates_that_take_one(load, content, shown):
+    chat, _ = load("bytes", "{% for m in messages %}" + content + "{% endfor %}")
+    text = chat.render(conversation("Compute 6*7."))
+    assert text.startswith(shown)
+    assert "type" not in text
+
+
 def test_templates_cannot_leave_the_sandbox(load):
     chat, _ = load("bytes", CHATML)
     for attack in (

@@ -121,13 +121,18 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Return whether the template drops or refuses content that is text, and takes a list of parts."""
-        for content in ("whetstone", [{"type": "text", "text": "whetstone"}]):
+        """Return whether the template drops or refuses content that is text, and takes a list of parts.
+
+        A template that writes the list itself, as Python shows it, takes none: it cuts a text, for example.
+        """
+        part = {"type": "text", "text": "whetstone"}
+        for content in ("whetstone", [part]):
             try:
-                if "whetstone" in self._rendered([{"role": "user", "content": content}]):
-                    return not isinstance(content, str)
+                text = self._rendered([{"role": "user", "content": content}])
             except _FAULTS:
                 continue
+            if "whetstone" in text and str(part) not in text:
+                return not isinstance(content, str)
         return False
 
 
