@@ -88,6 +88,18 @@ def test_a_batch_may_cross_epochs(make):
     assert data.epoch(5, 3) == 3.0
 
 
+def test_a_batch_of_more_records_than_there_are_is_told_once(make):
+    told: list[str] = []
+    data = make(numbered(5), status=told.append).prepare()
+    for size in (5, 6, 6):
+        data.batch(1, size)
+    words = "algorithm.batch_size is 6, more than the 5 records of data.train: a step takes records several times"
+    assert [line for line in told if "batch_size" in line] == [words]
+    with_epochs = make(numbered(5), status=told.append, epochs=1).prepare()
+    with_epochs.batch(1, 6)
+    assert told.count(words) == 1
+
+
 def test_batches_hold_what_the_records_say(make, chat):
     batch = make(numbered(9, ("yes", "no, never"))).prepare(encode).batch(1, 4)
     assert batch.sequences == 8

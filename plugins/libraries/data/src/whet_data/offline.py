@@ -305,7 +305,7 @@ class PreparedData:
         units, after which the run continues.
         """
         self._train, self._validation, self._mixture = train, validation, mixed
-        self._end, self._before = end, before
+        self._end, self._before, self._told = end, before, False
         self.status = status
         """Called with the progress of slow work."""
         self._order = lru_cache(maxsize=2)(mixed.order)
@@ -323,6 +323,11 @@ class PreparedData:
 
         The last batch of a run that states epochs may be smaller.
         """
+        if self._end is None and size > len(self) and not self._told:
+            self._told = True
+            words = f"algorithm.batch_size is {size:,}, more than the {len(self):,} records of data.train"
+            logger.info("%s: a step takes records several times", words)
+            self.status(f"{words}: a step takes records several times")
         positions = np.arange(self._first(step, size), self.until(step, size))
         epochs, places = np.divmod(positions, len(self))
         units = [self._order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
