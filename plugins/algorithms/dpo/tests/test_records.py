@@ -5,7 +5,7 @@ from whet.errors import DataError
 from whet_chat.tokenizer import ChatTokenizer
 from whet_data.preferences import encode_pair
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
-from whet_dpo.records import encode_labelled, encode_with_prompt
+from whet_dpo.records import encode_labelled, encode_with_prompt, labelled_encoder, pair_encoder
 
 
 @pytest.fixture(scope="module")
@@ -13,12 +13,61 @@ def chat(tiny_model_folder):
     return ChatTokenizer(tiny_model_folder)
 
 
-@pytest.mark.parametrize(("label", "desirable"), [(True, True), (False, False), (1, True), (0, False)])
+@pytest.mark.parametrize(("label", "desirable"), [(True, True), (False, False), (1, True), (0.0, False)])
 def test_a_labelled_response_is_one_sequence(chat, label, desirable):
     (one,) = encode_labelled({"question": "6*7?", "completion": "42", "label": label}, chat, {"prompt": "question"})
     assert one["desirable"] is desirable
     assert chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) == "42<|im_end|>"
     assert one["prompt_length"] == one["loss_mask"].argmax()
+
+
+ASKED, SAID = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [SYSTEM, ASKED, SAID]},
+        {"messages": [ASKED, SAID], "system": "Be brief."},
+        {"prompt": "6*7?", "completion": "42", "system": "Be brief."},
+        {"prompt": "6*7?", "completion": [SYSTEM, ASKED, SAID]},
+        {"prompt": [SYSTEM, ASKED], "completion": [ASKED, SAID]},
+    ],
+)
+def test_a_whole_conversation_with_a_label_states_its_prompt(chat, record):
+    (wanted,) = encode_labelled({"prompt": [SYSTEM, ASKED], "completion": "42", "label": True}, chat, {})
+    (found,) = encode_labelled({**record, "label": True}, chat, {})
+    assert found["tokens"].tolist() == wanted["tokens"].tolist()
+    assert found["loss_mask"].tolist() == wanted["loss_mask"].tolist()
+
+
+def test_earlier_turns_of_a_labelled_conversation_are_its_prompt(chat):
+    more = [ASKED, {"role": "assistant", "content": "43"}, ASKED, SAID]
+    for record in ({"messages": more}, {"prompt": "7", "completion": more}):
+        (found,) = encode_labelled({**record, "label": 1}, chat, {})
+        assert chat.decode(found["tokens"][found["loss_mask"]], skip_special=False) == "42<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("config", "record"),
+    [
+        (KtoConfig(plain=True), {"prompt": "6*7=", "completion": "42", "label": True}),
+        (KtoConfig(plain=True), {"chosen": "6*7 = 42", "rejected": "6*7 = 43"}),
+        (DpoConfig(plain=True), {"prompt": "6*7=", "chosen": "42", "rejected": "43"}),
+        (DpoConfig(plain=True), {"chosen": "6*7 = 42", "rejected": "6*7 = 43"}),
+    ],
+)
+def test_texts_are_trained_on_without_a_template(chat, config, record):
+    encoder = pair_encoder if isinstance(config, DpoConfig) else labelled_encoder
+    found = encoder(config, ModelInfo(""))(record, chat)
+    assert all("im_start" not in chat.decode(one["tokens"], skip_special=False) for one in found)
+    assert chat.decode(found[0]["tokens"][found[0]["loss_mask"]]).strip() == "42"
+
+
+def test_a_chosen_text_may_be_learned_whole(chat):
+    chosen, _ = encode_with_prompt({"chosen": "6*7 = 42", "rejected": "6*7 = 43"}, chat, {}, plain=True)
+    assert chat.decode(chosen["tokens"][chosen["loss_mask"]]) == "*7 = 42"
 
 
 def test_a_pair_is_a_desirable_response_and_another(chat):
@@ -30,7 +79,10 @@ def test_a_pair_is_a_desirable_response_and_another(chat):
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"prompt": "x", "completion": "y"}, r"wanted `prompt`, `completion` and `label`, or the fields of a pair"),
+        ({"prompt": "x", "completion": "y"}, r"`label`, or `messages` and `label`, or the fields of a pair"),
+        ({"messages": [ASKED, {**SAID, "weight": 0}], "label": 1}, "`weight: 0` or `train: false`"),
+        ({"messages": [ASKED], "label": 1}, "no message of the assistant"),
+        ({"prompt": "x", "completion": "y", "label": 0.5}, "the label is 0.5, wanted true"),
         ({"prompt": "x", "completion": "y", "label": "good"}, "the label is 'good', wanted true"),
         ({"prompt": "x", "completion": "y", "label": 2}, "the label is 2"),
         ({"prompt": "x", "chosen": "y"}, "wanted `chosen` and `rejected`"),
@@ -59,6 +111,8 @@ SPOKEN = [
         ({"prompt": "6*7?", "chosen": "42", "rejected": "43"}, True, True),
         ({"chosen": SPOKEN[0], "rejected": SPOKEN[1]}, True, True),
         ({"prompt": "6*7?", "completion": "42", "label": False}, False, True),
+        ({"messages": SPOKEN[0], "label": True}, False, True),
+        ({"messages": SPOKEN[0]}, False, False),
         ({"prompt": "6*7?", "completion": "42"}, False, False),
         ({"prompt": "6*7?", "chosen": "42"}, False, False),
         ({"prompt": "6*7?"}, False, False),

@@ -26,6 +26,17 @@ def test_a_pair_is_two_whole_conversations_with_a_place_for_the_score_behind(cha
     assert "margin" not in pair[0]
 
 
+@pytest.mark.parametrize(
+    "record", [{"prompt": "6*7 =", "chosen": " 42", "rejected": " 43"}, {"chosen": "6*7 = 42", "rejected": "6*7 = 43"}]
+)
+def test_texts_are_scored_behind_their_end_token_without_a_template(chat, record):
+    for one, text in zip(encode(record, chat, {}, plain=True), ("6*7 = 42", "6*7 = 43"), strict=True):
+        assert chat.decode(one["tokens"][:-1], skip_special=False) == f"{text}<|im_end|>"
+        assert one["loss_mask"].nonzero()[0].tolist() == [len(one["tokens"]) - 1]
+    with pytest.raises(DataError, match="must be a string"):
+        encode({"chosen": [{"role": "user", "content": "x"}], "rejected": "y"}, chat, {}, plain=True)
+
+
 def test_the_prompt_is_what_both_begin_with(chat):
     for chosen, rejected in (("42 is it", "42 is not"), ("42", "42"), ("42", "42 and more")):
         one, other = encode({"prompt": "6*7?", "chosen": chosen, "rejected": rejected}, chat, {})

@@ -42,6 +42,8 @@ def test_conversations_are_trained_on_every_turn_or_the_last(chat):
         {"prompt": "6*7?", "completion": "42"},
         {"prompt": [USER], "completion": [ONE]},
         {"prompt": [USER], "completion": "42", "messages": None},
+        {"prompt": [USER], "completion": [USER, ONE]},
+        {"prompt": "6*7? ", "completion": [USER, ONE]},
     ],
 )
 def test_prompt_and_completion_are_the_same_as_a_conversation(chat, record):
@@ -52,6 +54,46 @@ def test_prompt_and_completion_are_the_same_as_a_conversation(chat, record):
 def test_responses_in_the_prompt_carry_no_loss(chat):
     assert trained(chat, {"prompt": [USER, ONE, MORE], "completion": "48"}) == "48<|im_end|>"
     assert trained(chat, {"prompt": [USER], "completion": [ONE, MORE, TWO]}) == "42<|im_end|>48<|im_end|>"
+
+
+OUT = {**TWO, "weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("messages", "learned"),
+    [
+        ([USER, ONE, MORE, {**TWO, "weight": 1, "train": True}], [["42", "48"]]),
+        ([USER, ONE, MORE, OUT], [["42"]]),
+        ([USER, OUT, MORE, ONE], [["42"]]),
+        ([USER, ONE, USER, ONE, MORE, {**TWO, "train": False}, USER, ONE, USER], [["42", "42"], ["42"]]),
+        ([USER, OUT, MORE, OUT, USER, ONE], [["42"]]),
+        ([USER, {**OUT, "weight": 0.0}, USER, ONE, MORE, {**TWO, "weight": None}], [["42", "48"]]),
+        ([{**USER, "weight": 0}, ONE], [["42"]]),
+    ],
+)
+def test_turns_that_a_record_leaves_out_are_not_trained(chat, messages, learned):
+    for record in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        found = encode(record, chat, {})
+        texts = [chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) for one in found]
+        assert texts == ["".join(f"{turn}<|im_end|>" for turn in turns) for turns in learned]
+        for one in found:  # what stands before a trained turn is there, and nothing after the last one
+            at = int(one["loss_mask"].nonzero()[0][-1])
+            begun = chat.decode(one["tokens"][: at + 1], skip_special=False)
+            assert chat.render(conversation(messages)).startswith(begun)
+
+
+def test_a_column_with_the_system_message_is_in_front_where_there_is_none(chat):
+    system = {"role": "system", "content": "Be brief."}
+    wanted = text(chat, {"messages": [system, USER, ONE]})
+    beside = {"system": "Be brief."}
+    assert text(chat, {"messages": [USER, ONE], **beside}) == wanted
+    assert text(chat, {"prompt": "6*7?", "completion": "42", **beside}) == wanted
+    assert trained(chat, {"prompt": "6*7?", "completion": "42", **beside}) == "42<|im_end|>"
+    assert text(chat, {"messages": [system, USER, ONE], "system": "Be long."}) == wanted
+    assert text(chat, {"text": "6*7=42", **beside, "image": "a.png"}) == "6*7=42<|im_end|>"
+    assert text(chat, {"prompt": "6*7=", "completion": "42", **beside}, plain=True) == "6*7=42<|im_end|>"
+    bare = text(chat, {"messages": [USER, ONE], "system": " ", "images": []})
+    assert bare == text(chat, {"system": "6*7?", "completion": "42"}, fields={"prompt": "system"})
 
 
 def test_plain_text_is_trained_on_without_a_template(chat):
@@ -104,12 +146,23 @@ def test_fields_may_have_other_names(chat):
         ({"prompt": "x", "completion": []}, "no message of the assistant"),
         ({"prompt": "x", "completion": 7}, "found 7"),
         ({"text": ""}, "not empty"),
+        ({"messages": [USER, OUT]}, "each message of the assistant has `weight: 0` or `train: false`"),
+        ({"messages": [USER, {**ONE, "weight": 2}]}, "the `weight` of a message is 2, wanted 0 or 1"),
+        ({"messages": [USER, {**ONE, "train": "no"}]}, "the key `train` of a message is 'no', wanted true or false"),
+        ({"messages": [USER, ONE], "system": 7}, "the column `system` is 7, wanted text"),
+        ({"messages": [USER, ONE], "image": "a.png"}, "the column `image` has images"),
         ({"text": ["x"]}, "must be a string"),
     ],
 )
 def test_records_that_will_not_do_are_refused(chat, record, complaint):
     with pytest.raises(DataError, match=complaint):
         encode(record, chat, {})
+
+
+def test_the_last_turn_is_trained_or_the_record_refused(chat):
+    assert trained(chat, {"messages": [USER, OUT, MORE, ONE]}, train_on="last") == "42<|im_end|>"
+    with pytest.raises(DataError, match="the last message of the assistant has `weight: 0`"):
+        encode({"messages": [USER, ONE, MORE, OUT]}, chat, {}, train_on="last")
 
 
 @pytest.mark.parametrize("record", [{"prompt": [USER], "completion": "y"}, {"prompt": "", "completion": "y"}])

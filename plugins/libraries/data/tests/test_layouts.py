@@ -65,6 +65,26 @@ def test_turns_under_another_name_and_as_text_are_read(laid_out):
     assert one(laid_out({"dialog": turns}, names={"messages": "dialog"}))["dialog"] == MESSAGES[1:]
     assert one(laid_out({"conversations": json.dumps(turns)}))["messages"] == MESSAGES[1:]
     assert one(laid_out({"messages": json.dumps(MESSAGES)}))["messages"] == MESSAGES
+    for column in ("prompt", "completion", "chosen", "rejected"):
+        assert one(laid_out({column: json.dumps(MESSAGES)}))[column] == MESSAGES
+        assert one(laid_out({column: json.dumps(turns)}))[column] == MESSAGES[1:]
+        for text in ("[1]", "[2", '["a"]', '[{"a": 1}]', "[]"):
+            assert one(laid_out({column: text}))[column] == text
+
+
+def test_a_turn_keeps_whether_it_is_trained_on(laid_out):
+    turns = [{**turn, "weight": 0, "train": None} for turn in SHAREGPT["conversations"]]
+    assert one(laid_out({"conversations": turns}))["messages"] == [{**turn, "weight": 0} for turn in MESSAGES[1:]]
+    called = [MESSAGES[1], {"role": "assistant", "tool_calls": []}]
+    assert one(laid_out({"conversations": called}))["messages"] == called
+
+
+def test_a_column_beside_the_conversation_is_gone_where_its_file_gives_it_another_meaning(laid_out):
+    record = {"system": "6*7?", "answer": "42"}
+    fields = {"prompt": "system", "completion": "answer"}
+    assert one(laid_out(record, fields=fields)) == {"answer": "42", "prompt": "6*7?", "completion": "42"}
+    assert one(laid_out(record, fields={"system": "answer"}))["system"] == "42"
+    assert one(laid_out(record, fields={"text": "system"}, names={"prompt": "system"}))["system"] == "6*7?"
 
 
 def test_alpaca_becomes_prompt_and_completion(laid_out):
@@ -138,8 +158,8 @@ def test_what_a_file_says_of_its_columns_comes_before_what_the_algorithm_says(la
 
 
 def test_labels_and_margins_that_are_text_are_read(laid_out):
-    rows = laid_out(*({"label": label} for label in ("true", "No", "1", "maybe")))
-    assert [row.record["label"] for row in rows] == [True, False, True, "maybe"]
+    rows = laid_out(*({"label": label} for label in ("true", "No", "1", "maybe", "1.0", "0.0")))
+    assert [row.record["label"] for row in rows] == [True, False, True, "maybe", True, False]
     assert one(laid_out({"margin": "0.5"}))["margin"] == 0.5
     assert one(laid_out({"good": "yes"}, names={"label": "good"}))["good"] is True
 

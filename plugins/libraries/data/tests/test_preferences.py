@@ -2,7 +2,7 @@ import pytest
 
 from whet.errors import DataError
 from whet.plugins.features import chats
-from whet_data.preferences import encode_pair
+from whet_data.preferences import encode_pair, pair_texts
 
 USER, RIGHT, WRONG = (
     {"role": "user", "content": "6*7?"},
@@ -36,6 +36,9 @@ def shown(chat, record, **names):
         {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
         {"prompt": "6*7?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "6*7? ", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": [], "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         {"question": "6*7?", "better": "42", "rejected": "43", "prompt": None},
     ],
 )
@@ -55,6 +58,90 @@ def test_responses_that_both_share_are_prompt_where_conversations_are_whole(chat
     assert learned == ["yes<|im_end|>", "no<|im_end|>"]
 
 
+SYSTEM, YES, NO = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": "yes"},
+    {"role": "assistant", "content": "no"},
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start", "whole"),
+    [
+        ("6*7?", [SYSTEM, USER], [SYSTEM, USER]),
+        ("sure?", [USER, RIGHT, MORE], [USER, RIGHT, MORE]),
+        ("6*7?", [SYSTEM, USER, RIGHT, MORE], [SYSTEM, USER, RIGHT, MORE]),
+        ([SYSTEM, USER], [USER], [SYSTEM, USER]),
+        ([SYSTEM, {"role": "user", "content": "6*7? "}], [USER], [SYSTEM, USER]),
+        ([USER, RIGHT, MORE], [MORE], [USER, RIGHT, MORE]),
+        ([USER, RIGHT], [MORE], [USER, RIGHT, MORE]),
+        ([SYSTEM], [USER], [SYSTEM, USER]),
+        ([SYSTEM, USER], [], [SYSTEM, USER]),
+    ],
+)
+def test_no_message_of_a_prompt_beside_whole_conversations_comes_twice(chat, prompt, start, whole):
+    wanted = shown(chat, {"chosen": [*whole, YES], "rejected": [*whole, NO]})
+    assert shown(chat, {"prompt": prompt, "chosen": [*start, YES], "rejected": [*start, NO]}) == wanted
+
+
+def test_a_prompt_that_is_the_first_message_of_both_stays_the_prompt(chat):
+    start = [USER, RIGHT, MORE]
+    _, prompt, learned = shown(chat, {"prompt": "6*7?", "chosen": [*start, YES], "rejected": [*start, NO]})
+    assert "42" not in prompt
+    assert learned == ["42<|im_end|>yes<|im_end|>", "42<|im_end|>no<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "6*7?", "chosen": "42", "rejected": "43"},
+        {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "6*7?", "chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG], "system": "No."},
+    ],
+)
+def test_a_column_with_the_system_message_is_in_front(chat, record):
+    wanted = shown(chat, {"chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]})
+    assert shown(chat, {"system": "Be brief.", **record}) == wanted
+
+
+def test_texts_are_compared_without_a_template(chat):
+    pair = encode_pair({"prompt": "6*7=", "chosen": "42", "rejected": "43"}, chat, {}, plain=True)
+    assert [chat.decode(one["tokens"], skip_special=False) for one in pair] == ["6*7=42<|im_end|>", "6*7=43<|im_end|>"]
+    assert [chat.decode(one["tokens"][one["loss_mask"]]) for one in pair] == ["42", "43"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("Human: a\n\nAssistant: I do.", "Human: a\n\nAssistant: No.", "Human: a\n\nAssistant:"),
+        ("a: black", "a: blue", "a:"),
+        ("a: it is", "a: it was", "a: it"),
+        ("a:\n\nyes", "a:\n\nno", "a:\n\n"),
+        ("a: b", "a: b c", "a:"),
+        ("a b", "a, b", None),
+        ("a ", "b ", None),
+        ("a\n", "a\nb", None),
+        ("a b", "a b", None),
+    ],
+)
+def test_the_prompt_of_two_texts_is_what_they_begin_with_up_to_a_word(chosen, rejected, prompt):
+    record = {"chosen": chosen, "rejected": rejected}
+    if prompt is None:
+        with pytest.raises(DataError, match=r"wanted|must be"):
+            pair_texts(record, {})
+        return
+    assert pair_texts(record, {}) == (prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+
+
+@pytest.mark.parametrize(
+    "record", [{"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, {"chosen": "a", "rejected": ""}]
+)
+def test_plain_pairs_are_texts(chat, record):
+    with pytest.raises(DataError, match="must be a string that is not empty"):
+        encode_pair(record, chat, {}, plain=True)
+
+
 def test_all_turns_after_a_prompt_are_compared(chat):
     _, _, learned = shown(chat, {"prompt": [USER], "chosen": [RIGHT, MORE, RIGHT], "rejected": [WRONG, MORE, RIGHT]})
     assert learned == ["42<|im_end|>42<|im_end|>", "43<|im_end|>42<|im_end|>"]
@@ -68,14 +155,26 @@ def test_all_turns_after_a_prompt_are_compared(chat):
             r"columns 'prompt', 'chosen'; wanted `chosen` and `rejected`.*algorithm.fields",
         ),
         ({}, r"columns none"),
-        ({"chosen": "y", "rejected": "z"}, "there is no prompt, and a response is a string"),
+        (
+            {"c": "y", "chosen": "y", "rejected": "z"},
+            r"there is no prompt, and a response is a string; .* columns 'c', 'chosen', 'rejected'; .*algorithm.fields",
+        ),
         ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
         (
             {"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]},
             "from message 1 on, where one has user and the other user",
         ),
         ({"chosen": [USER, RIGHT], "rejected": [USER]}, "one has assistant and the other nothing"),
-        ({"prompt": "x", "chosen": [USER], "rejected": "y"}, "no message of the assistant"),
+        (
+            {"prompt": "x", "chosen": [USER], "rejected": "y"},
+            "one response is a whole conversation that begins otherwise than the",
+        ),
+        ({"prompt": "x", "chosen": [USER], "rejected": [RIGHT]}, "one response is a whole conversation"),
+        ({"prompt": "6*7?", "chosen": [USER, RIGHT], "rejected": [MORE, WRONG]}, "one response is a whole conver"),
+        ({"prompt": "x", "chosen": [{**RIGHT, "weight": 0}], "rejected": "y"}, "`weight: 0` or `train: false`"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, {**WRONG, "train": False}]}, "`weight: 0` or `train: false`"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z", "images": ["a"]}, "`images` has images"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z", "system": 7}, "`system` is 7, wanted text"),
         ({"prompt": "x", "chosen": 7, "rejected": "y"}, "found 7"),
     ],
 )

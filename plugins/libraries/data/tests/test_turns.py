@@ -78,7 +78,7 @@ def test_a_turn_is_trained_with_its_reasoning_though_the_template_drops_it_later
     "message",
     [
         CALLS,
-        {**CALLS, "content": "", "thinking": None, "tool_call_id": None},
+        {**CALLS, "content": "", "thinking": None, "tool_call_id": None, "function_call": None},
         {**CALLS, "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}]},
         {**CALLS, "tool_calls": [{"id": "c1", "name": "add", "arguments": {"a": 3, "b": 4}}]},
         {**CALLS, "tool_calls": json.dumps([CALL])},
@@ -137,6 +137,7 @@ def test_null_in_json_text_is_kept():
         ({"messages": [ASKED, {**SAYS, "reasoning_content": 3}]}, "reasoning of a message is 3"),
         ({"messages": [ASKED, CALLS, {**TOLD, "tool_call_id": 3}, SAYS]}, "`tool_call_id` of a message is 3"),
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "must be a string or a list of parts"),
+        ({"messages": [ASKED, {**SAYS, "function_call": {"name": "add"}}]}, "`function_call`.*wanted `tool_calls`"),
         ({"messages": [ASKED, SAYS], "tools": {"add": 1}}, "wanted a list"),
         ({"messages": [ASKED, SAYS], "tools": [{"name": 3}]}, "wanted a function with a name"),
     ],
@@ -173,6 +174,49 @@ def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_i
     pair = {"prompt": [ASKED], "chosen": [{**CALLS, "content": "I add."}], "rejected": [answer], "tools": [ADD]}
     with pytest.raises(DataError, match="leaves out the tool call 'add'"):
         encode_pair(pair, chat, {})
+
+
+SPEAK = "{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}"
+REFUSES = SPEAK + "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+GREETS = "{% if m.role == 'system' %}A system.{% endif %}{% if m.role == 'tool' %}{{ m.content }}{% endif %}" + SPEAK
+ANSWER = {"role": "assistant", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (
+            SPEAK,
+            [{"role": "system", "content": "Be brief."}, ASKED, ANSWER],
+            "leaves out the system message 'Be brief.'",
+        ),
+        (SPEAK, [ASKED, ANSWER, TOLD, ANSWER], "leaves out the result of a tool '7'"),
+        (REFUSES, [{"role": "system", "content": "Be brief."}, ASKED, ANSWER], "refuses a conversation.*no system"),
+        (GREETS, [{"role": "system", "content": "Be brief."}, ASKED, ANSWER], "leaves out the system message"),
+        (GREETS, [ASKED, ANSWER, TOLD, ANSWER], ""),
+        (SPEAK, [ASKED, ANSWER], ""),
+    ],
+)
+def test_messages_of_a_role_that_the_template_leaves_out_are_refused(tiny_model_folder, template, messages, words):
+    chat = chats().ChatTokenizer(tiny_model_folder, "{% for m in messages %}" + template + "{% endfor %}")
+    pair = {"prompt": messages[:-1], "chosen": [messages[-1]], "rejected": "8"}
+    for record, encoder in (({"messages": messages}, encode), (pair, encode_pair)):
+        if not words:
+            encoder(record, chat, {})
+            continue
+        with pytest.raises(DataError, match=words):
+            encoder(record, chat, {})
+
+
+def test_whether_a_template_leaves_out_a_role_is_found_once(chat, monkeypatch):
+    rendered, own = [], chat.render
+    monkeypatch.setattr(chat, "render", lambda talk, **options: rendered.append(talk) or own(talk, **options))
+    record = {"messages": [{"role": "system", "content": "Be brief."}, ASKED, ANSWER]}
+    counts = []
+    for _ in range(3):
+        encode(record, chat, {})
+        counts.append(len(rendered))
+    assert counts[1] - counts[0] == counts[2] - counts[1] == counts[0] - 2
 
 
 def test_pairs_have_calls_too(chat):

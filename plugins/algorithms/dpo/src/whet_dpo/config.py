@@ -14,8 +14,8 @@ from whet_dpo.loss_config import BASELINE, REFERENCE, RESPONSE
 from whet_dpo.whole_config import whole_columns
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
-LABELLED_FIELDS = ("prompt", "completion", "label", "chosen", "rejected")
-"""The columns of a record of KTO: `prompt`, `completion` and `label`, or those of a pair."""
+LABELLED_FIELDS = ("prompt", "completion", "messages", "label", "chosen", "rejected")
+"""The columns of a record of KTO: `prompt`, `completion` and `label`, or `messages` and `label`, or those of a pair."""
 
 
 def _known(*names: str) -> Any:
@@ -36,6 +36,9 @@ class DpoConfig:
     fields: dict[str, str] = field(factory=dict, validator=_known(*PAIR_FIELDS))
     """Names of the fields in the data where they are not `prompt`, `chosen` and `rejected`; e.g.
     `{prompt: question, chosen: better}`."""
+    plain: bool = False
+    """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
+    it. Without a prompt, it is what both texts begin with."""
     reference: Source = "auto"
     """Where the reference's logprobs come from. `precomputed`: of all data before the first step, with the weights that
     the run starts from, and kept in the run folder; no copy of them is held. `on-the-fly`: of each batch, which needs
@@ -54,8 +57,11 @@ class KtoConfig:
     batch_size: int = field(default=64, validator=between(2, BATCH))
     """Records that one step consumes; at least two, since each borrows another's response for the baseline."""
     fields: dict[str, str] = field(factory=dict, validator=_known(*LABELLED_FIELDS))
-    """Names of the fields in the data where they are not `prompt`, `completion` and `label`, or those of a pair:
-    `prompt`, `chosen` and `rejected`."""
+    """Names of the fields in the data where they are not `prompt`, `completion` and `label`, or `messages` and `label`,
+    or those of a pair: `prompt`, `chosen` and `rejected`."""
+    plain: bool = False
+    """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
+    it. Without a prompt, it is what both texts of a pair begin with."""
     reference: Literal["auto", "precomputed", "on-the-fly"] = "auto"
     """Where the reference's logprobs come from; see `dpo`. `auto`: `precomputed`. With a baseline, of the responses in
     their place only: those in another's are scored with each batch."""
@@ -125,6 +131,7 @@ def kto_facts(config: KtoConfig, model: ModelInfo) -> AlgorithmFacts:
         data_format="labelled",
         record_fields=(
             _called(config.fields, "prompt", "completion", "label"),
+            *([] if config.plain else [_called(config.fields, "messages", "label")]),
             _called(config.fields, "chosen", "rejected"),
         ),
         encode="whet_dpo.records:labelled_encoder",

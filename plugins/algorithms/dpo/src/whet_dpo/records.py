@@ -9,9 +9,17 @@ import numpy as np
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
-from whet_data.preferences import answered, encode_pair
-from whet_data.turns import conversation_of, with_fields
-from whet_dpo.config import DpoConfig, KtoConfig, reads_response_mask
+from whet_data.preferences import encode_pair
+from whet_data.turns import (
+    answered,
+    before_response,
+    conversation_of,
+    refuse_untrained,
+    text_of,
+    with_fields,
+    with_system,
+)
+from whet_dpo.config import LABELLED_FIELDS, DpoConfig, KtoConfig, reads_response_mask
 from whet_dpo.loss_config import RESPONSE
 
 if TYPE_CHECKING:
@@ -22,22 +30,24 @@ if TYPE_CHECKING:
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":
     """Return the function that turns a record into two sequences to compare."""
     encode = encode_with_prompt if reads_response_mask(config.loss, model) else encode_pair
-    return partial(encode, names=config.fields)
+    return partial(encode, names=config.fields, plain=config.plain)
 
 
 def labelled_encoder(config: KtoConfig, model: "ModelInfo") -> "Encode":
     """Return the function that turns a record into sequences with labels."""
-    return partial(encode_labelled, names=config.fields)
+    return partial(encode_labelled, names=config.fields, plain=config.plain)
 
 
-def encode_with_prompt(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+def encode_with_prompt(
+    record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str], plain: bool = False
+) -> list[dict[str, Any]]:
     """Tokenise a pair whose chosen conversation is trained as a whole, except its first token.
 
     The column `response_mask` marks the tokens of the response. Raises `DataError` that names what the record lacks.
     """
     return [
         {**one, RESPONSE: one["loss_mask"], "loss_mask": _all_but_first(one) if one["chosen"] else one["loss_mask"]}
-        for one in encode_pair(record, chat, names)
+        for one in encode_pair(record, chat, names, plain)
     ]
 
 
@@ -46,25 +56,37 @@ def _all_but_first(sequence: Mapping[str, Any]) -> Any:
     return np.arange(len(sequence["tokens"])) > 0
 
 
-def encode_labelled(record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+def encode_labelled(
+    record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str], plain: bool = False
+) -> list[dict[str, Any]]:
     """Tokenise a response with its label: a sequence with the column `desirable`. A pair is two sequences in a unit.
 
-    `names` maps fields to the columns of the data. Raises `DataError` that names what the record lacks.
+    The prompt of a whole conversation is all before the assistant's messages at its end. `names` maps fields to the
+    columns of the data. `plain`: prompt and response are texts, and there is no chat template. Raises `DataError` that
+    names what the record lacks.
     """
-    own = {name: names.get(name, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
-    prompt, completion, label = (record.get(own[name]) for name in ("prompt", "completion", "label"))
+    own = {name: names.get(name, name) for name in LABELLED_FIELDS}
+    prompt, completion, messages, label = (record.get(own[name]) for name in LABELLED_FIELDS[:4])
     if completion is None and record.get(own["chosen"]) is not None:
-        return [_labelled(one) for one in encode_pair(record, chat, names)]
-    if prompt is None or completion is None or label is None:
+        return [_labelled(one) for one in encode_pair(record, chat, names, plain)]
+    paired = prompt is not None and completion is not None
+    if label is None or not (paired or (messages is not None and not plain)):
+        talk = "" if plain else f"`{own['messages']}` and `{own['label']}`, or "
         raise DataError(
             f"a record has the columns {found_words(record)}; wanted `{own['prompt']}`, `{own['completion']}` and "
-            f"`{own['label']}`, or the fields of a pair (see algorithm.fields)"
+            f"`{own['label']}`, or {talk}the fields of a pair (see algorithm.fields)"
         )
-    if not isinstance(label, bool | int) or label not in (0, 1):
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise DataError(f"the label is {label!r:.40}, wanted true (desirable) or false")
-    asked = conversation_of(prompt)
-    whole = answered(asked, completion)
-    found = with_fields(record, chat, whole).training(whole, first=len(asked))
+    if plain:
+        found = chat.training_completion(text_of(prompt), text_of(completion))
+    else:
+        response = completion if paired else messages
+        whole, first = answered(conversation_of(prompt) if paired else (), response)
+        first = first if paired else before_response(whole)
+        refuse_untrained(whole, first, response)
+        whole, first = with_system(record, names, whole, first)
+        found = with_fields(record, chat, whole).training(whole, first=first)
     return [
         {
             "tokens": found.tokens,

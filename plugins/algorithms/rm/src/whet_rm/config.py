@@ -31,6 +31,9 @@ class RmConfig:
     fields: dict[str, str] = field(factory=dict, validator=_known)
     """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `margin`; e.g.
     `{prompt: question, chosen: better}`."""
+    plain: bool = False
+    """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
+    it. Without a prompt, it is what both texts begin with."""
     loss: Selection = selection("losses", "bradley-terry")
     """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))

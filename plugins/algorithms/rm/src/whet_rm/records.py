@@ -14,7 +14,7 @@ import numpy as np
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet.rollout.scorer import whole
-from whet_data.preferences import pair_conversations
+from whet_data.preferences import pair_conversations, pair_texts
 from whet_data.turns import with_fields
 from whet_rm.config import MARGIN, RmConfig, reads_margin
 
@@ -25,20 +25,25 @@ if TYPE_CHECKING:
 
 def encoder(config: RmConfig, model: "ModelInfo") -> "Encode":
     """Return what turns a record into two sequences to score."""
-    return partial(encode, names=config.fields, margin=reads_margin(config.loss, model))
+    return partial(encode, names=config.fields, margin=reads_margin(config.loss, model), plain=config.plain)
 
 
 def encode(
-    record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str], margin: bool = False
+    record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str], margin: bool = False, plain: bool = False
 ) -> list[dict[str, Any]]:
     """Tokenise a pair as a judge would: the chosen sequence, then the rejected one, each with the column `chosen`.
 
     The prompt is what both begin with, so that a backend that shares prompts computes it once. `margin`: with the
-    record's margin as a column. Raises `DataError` saying what the record lacks.
+    record's margin as a column. `plain`: prompt and response are texts, and there is no chat template. Raises
+    `DataError` that names what the record lacks.
     """
-    chosen, rejected, _ = pair_conversations(record, names)
-    chat = with_fields(record, chat, chosen, rejected)
-    found = [chat.training(one, "last").tokens for one in (chosen, rejected)]
+    if plain:
+        asked, *texts = pair_texts(record, names)
+        found = [chat.training_completion(asked, text).tokens for text in texts]
+    else:
+        chosen, rejected, _ = pair_conversations(record, names)
+        chat = with_fields(record, chat, chosen, rejected)
+        found = [chat.training(one, "last").tokens for one in (chosen, rejected)]
     prompt = _common(*found)
     further = {MARGIN: _margin(record, names.get(MARGIN, MARGIN))} if margin else {}
     return [

@@ -1,13 +1,14 @@
 """Turns demonstrations (records that show a good response) into sequences to train on."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from whet.data.messages import Conversation, Message
+from whet.data.messages import Conversation
 from whet.errors import DataError, RewrittenHistory
 from whet.interfaces.chat import Tokenizer, Trainable, TrainOn
 from whet_data.layouts import found_words
-from whet_data.turns import conversation_of, with_fields
+from whet_data.turns import answered, conversation_of, text_of, untrained, with_fields, with_system
 
 FIELDS = ("messages", "prompt", "completion", "text", "tools")
 """Fields of a record: `messages`, or `prompt` and `completion`, or `text`; and `tools` beside a conversation."""
@@ -53,21 +54,22 @@ def trainable(
 
     `{"messages": ...}`: the loss is on the assistant's turns. `{"prompt": ..., "completion": ...}`: the loss is on the
     completion; with `plain`, without a chat template. `{"text": ...}`: the loss is on all of it, without a template.
-    Messages may have tool calls and reasoning in fields, and a record `tools`; see `whet_data.turns`.
-    `names` maps these fields to the columns of the data.
+    Messages may have tool calls and reasoning in fields, and `weight: 0` where they are not trained on. A record may
+    have `tools` and `system` beside them; see `whet_data.turns`. `names` maps these fields to the columns of the data.
     """
     called = {name: names.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in called.items() if record.get(own) is not None}
     if "messages" in given:
-        return _turns(conversation_of(given["messages"]), chat, train_on, given)
+        whole, first = with_system(record, names, conversation_of(given["messages"]))
+        return _turns(whole, chat, train_on, given, first, untrained(given["messages"]))
     if "prompt" in given and "completion" in given and plain:
-        return [chat.training_completion(_string(given["prompt"]), _string(given["completion"]))]
+        return [chat.training_completion(text_of(given["prompt"]), text_of(given["completion"]))]
     if "prompt" in given and "completion" in given:
-        prompt = conversation_of(given["prompt"])
-        whole = (*prompt, *_completion(given["completion"]))
-        return _turns(whole, chat, train_on, given, len(prompt))
+        whole, first = answered(conversation_of(given["prompt"]), given["completion"])
+        whole, first = with_system(record, names, whole, first)
+        return _turns(whole, chat, train_on, given, first, untrained(given["completion"]))
     if "text" in given:
-        return [chat.training_text(_string(given["text"]))]
+        return [chat.training_text(text_of(given["text"]))]
     raise DataError(
         f"a record has the columns {found_words(record)}; wanted `{called['messages']}`, or "
         f"`{called['prompt']}` and `{called['completion']}`, or `{called['text']}` (see algorithm.fields)"
@@ -75,22 +77,30 @@ def trainable(
 
 
 def _turns(
-    whole: Conversation, chat: Tokenizer, train_on: TrainOn, record: Mapping[str, Any], first: int = 0
-) -> list[Trainable]:
+    whole: Conversation, chat: Tokenizer, train_on: TrainOn, record: Mapping[str, Any], first: int,
+    left_out: Collection[int],
+) -> list[Trainable]:  # fmt: skip
     """Return sequences in which each turn of the assistant is trained once, from message `first` on.
 
     A sequence has as many turns as follow each other without a change of what stands before them. A turn that the
-    template renders otherwise later is trained in a sequence that ends before, as the model will write it.
+    template renders otherwise later is trained in a sequence that ends before, as the model will write it. Turns that
+    are `left_out` (places from the end) are not trained; a sequence ends before such a turn, or begins after it.
     """
     turns = [i for i, message in enumerate(whole) if message.role == "assistant" and i >= first]
-    chat = with_fields(record, chat, *(whole[: i + 1] for i in turns))
+    trained = [i for i in turns if i - len(whole) not in left_out]
+    if turns and turns[-1] not in trained[-1:] and (train_on == "last" or not trained):
+        which = "the last message" if train_on == "last" else "each message"
+        raise DataError(f"{which} of the assistant has `weight: 0` or `train: false`, so there is none to train on")
+    chat = with_fields(record, chat, *(whole[: i + 1] for i in trained))
     if train_on == "last" or len(turns) < 2:
         return [chat.training(whole, train_on, first)]
     found = []
-    while turns:
-        one, count = _longest(whole, chat, turns)
-        found.append(one)
-        turns = turns[count:]
+    for run in (list(run) for is_trained, run in itertools.groupby(turns, trained.__contains__) if is_trained):
+        shown = whole if run[-1] == turns[-1] else whole[: run[-1] + 1]
+        while run:
+            one, count = _longest(shown, chat, run)
+            found.append(one)
+            run = run[count:]
     return found
 
 
@@ -109,13 +119,3 @@ def _longest(whole: Conversation, chat: Tokenizer, turns: Sequence[int]) -> tupl
         except RewrittenHistory:
             fails = count
     return found, fits
-
-
-def _completion(value: Any) -> Conversation:
-    return (Message("assistant", value),) if isinstance(value, str) else conversation_of(value)
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise DataError(f"a text must be a string that is not empty, found {value!r:.120}")
-    return value

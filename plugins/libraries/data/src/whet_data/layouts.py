@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 from whet.config.sections import DataFile
 from whet.errors import DataError
 from whet_data.readers import Row, format_words, read
+from whet_data.turns import BESIDE
 
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
@@ -27,7 +28,9 @@ CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", 
 """Columns whose value may be a list of turns."""
 PLAIN = (("messages",), ("prompt", "completion"), ("prompt", "chosen", "rejected"))
 """A record that has all columns of one of these tuples is plain, whatever else it has."""
-LABELS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+LABELS = {
+    "true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False,
+}  # fmt: skip
 """Labels by their text, for files that have only text."""
 FIRST_RECORDS = 20
 """Number of records of a data file that a check looks at."""
@@ -110,6 +113,9 @@ def found_words(record: Mapping[str, Any]) -> str:
 
 def _laid_out(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str]) -> dict[str, Any]:
     layout, record = layout_of(record, file, names), _renamed(record, file, names)
+    for column in BESIDE:
+        if column in file.fields.values() and column not in (*file.fields, *names.values()):
+            record.pop(column, None)  # the file gives it another meaning
     for name in CONVERSATIONS:
         _read_turns(record, names.get(name, name), name)
     for name, read_text in (("label", _label), ("margin", _number)):
@@ -141,6 +147,8 @@ def _written(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
     """Replace turns with `from` and `value`, and turns written as JSON text, with messages, in place."""
     value = record.get(column)
+    if isinstance(value, str) and name not in ("messages", "conversations"):
+        value = record[column] = _turns(value) or value  # a text may begin with a bracket, too
     if isinstance(value, str) and name in ("messages", "conversations") and value.lstrip()[:1] == "[":
         try:
             value = record[column] = json.loads(value)
@@ -152,7 +160,9 @@ def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
 
 
 def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
-    """Return the turns of a conversation: `from` and `value`, or `role` and `content`. None: the value has no turns."""
+    """Return the turns of a conversation: `from` and `value`, or `role` and `content` or calls. None: the value has no
+    turns.
+    """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
             value = json.loads(value)
@@ -162,7 +172,11 @@ def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return None
-    return value if all({"from", "value"} <= set(turn) or {"role", "content"} <= set(turn) for turn in value) else None
+    return value if all({"from", "value"} <= set(turn) or _is_message(turn) for turn in value) else None
+
+
+def _is_message(turn: Mapping[str, Any]) -> bool:
+    return "role" in turn and any(key in turn for key in ("content", "tool_calls", "function_call"))
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +188,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"a turn is `from` {speaker!r:.40}, wanted one of {', '.join(SPEAKERS)}")
     if not isinstance(text, str):
         raise DataError(f"the `value` of a turn is {text!r:.60}, wanted text")
-    return {"role": SPEAKERS[speaker], "content": text}
+    kept = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
+    return {"role": SPEAKERS[speaker], "content": text, **kept}
 
 
 def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ has no such field. So null fields of tools and calls count as absent. Those in J
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, cast
 
 from attrs import evolve
 
@@ -23,6 +24,8 @@ from whet.interfaces.chat import Tokenizer
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field with the reasoning of an assistant message."""
+BESIDE = ("system", "images", "image")
+"""Columns beside the conversation of a record: the text of its system message, and images, which no model reads yet."""
 
 
 def conversation_of(value: Any) -> Conversation:
@@ -30,6 +33,100 @@ def conversation_of(value: Any) -> Conversation:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return conversation(value)
     return tuple(_message(item) if isinstance(item, Mapping) else conversation([item])[0] for item in value)
+
+
+def text_of(value: Any) -> str:
+    """Return the text in a column that is trained on without a chat template. Raises `DataError`."""
+    if not isinstance(value, str) or not value:
+        raise DataError(f"a text must be a string that is not empty, found {value!r:.120}")
+    return value
+
+
+def answered(prompt: Conversation, response: Any) -> tuple[Conversation, int]:
+    """Return the conversation of a prompt and a response, and how many of its messages are the prompt.
+
+    See `joined`. Of messages that state their own prompt, it is all before the assistant's messages at the end.
+    """
+    whole, first = joined(prompt, response)
+    return whole, before_response(whole) if first is None else first
+
+
+def joined(prompt: Conversation, response: Any) -> tuple[Conversation, int | None]:
+    """Return the conversation of a prompt and a response, and how many of its messages are the prompt.
+
+    A response is a string, the messages that follow the prompt, or all messages, which may lack the beginning of the
+    prompt. None: the response has all messages and begins otherwise than the prompt, so its own messages state it.
+    """
+    if isinstance(response, str):
+        return (*prompt, Message("assistant", response)), len(prompt)
+    messages = conversation_of(response)
+    begins = messages[0].role if messages else ""
+    is_whole = begins == "system" or (begins == "user" and (not prompt or prompt[-1].role == "user"))
+    for start in range(len(prompt) if is_whole else min(1, len(prompt))):
+        if messages[: len(prompt) - start] == prompt[start:]:
+            return (*prompt[:start], *messages), len(prompt)
+    if not is_whole:
+        return (*prompt, *messages), len(prompt)
+    system = prompt[:1] if begins != "system" and prompt and prompt[0].role == "system" else ()
+    return (*system, *messages), None
+
+
+def before_response(whole: Conversation) -> int:
+    """Return how many messages come before the assistant's messages at the end."""
+    end = len(whole)
+    while end and whole[end - 1].role == "assistant":
+        end -= 1
+    return end
+
+
+def untrained(value: Any) -> list[int]:
+    """Return which messages of the assistant in a column are not to be trained on, counted from the end (-1: the last).
+
+    They have `weight: 0`, as in OpenAI's format, or `train: false`, as in axolotl's. Raises `DataError` for others.
+    """
+    found = []
+    for place, item in enumerate(value, -len(value)) if isinstance(value, list | tuple) else ():
+        if isinstance(item, Mapping) and item.get("role") == "assistant":
+            weight, train = item.get("weight"), item.get("train")
+            if weight not in (None, 0, 1):
+                raise DataError(f"the `weight` of a message is {weight!r:.40}, wanted 0 or 1")
+            if train not in (None, False, True):
+                raise DataError(f"the key `train` of a message is {train!r:.40}, wanted true or false")
+            if 0 in (weight, train):
+                found.append(place)
+    return found
+
+
+def refuse_untrained(whole: Conversation, first: int, response: Any) -> None:
+    """Raise `DataError` if a message of a response is not to be trained on. The messages before `first` are its prompt.
+
+    A response is learned as a whole.
+    """
+    if any(len(whole) + place >= first for place in untrained(response)):
+        raise DataError(
+            "a message of the response has `weight: 0` or `train: false`, and a response is learned as a whole; leave "
+            "out the record or the key"
+        )
+
+
+def with_system(
+    record: Mapping[str, Any], names: Mapping[str, str], whole: Conversation, first: int = 0
+) -> tuple[Conversation, int]:
+    """Return a conversation with the text in the record's column `system` in front, unless it has a system message, and
+    how many of its messages are the prompt.
+
+    A column that `names` gives another meaning is left alone. Raises `DataError` if the column is no text, or the
+    record has images.
+    """
+    given = {name: record[name] for name in BESIDE if record.get(name) and name not in names.values()}
+    text = given.pop("system", "")
+    if given:
+        raise DataError(f"the column `{next(iter(given))}` has images, and no model reads images yet; leave them out")
+    if not isinstance(text, str):
+        raise DataError(f"the column `system` is {text!r:.60}, wanted text")
+    if not text.strip() or any(message.role == "system" for message in whole):
+        return whole, first
+    return (Message("system", text), *whole), first + 1
 
 
 def tools_of(value: Any) -> Tools:
@@ -45,9 +142,13 @@ def tools_of(value: Any) -> Tools:
 def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conversation) -> Tokenizer:
     """Return the tokenizer with the tools of a record, in its column `tools`.
 
-    Raises `DataError` if the template leaves out what the conversations have in fields: a model that is trained on such
-    a text learns to leave it out. Of reasoning, that of the last message counts.
+    Raises `DataError` if the template leaves out what the conversations have in fields, or their messages of a role: a
+    model that is trained on such a text learns to leave it out. Of reasoning, that of the last message counts.
     """
+    for role, kind in (("system", "system message"), ("tool", "result of a tool")):
+        found = next((message for one in conversations for message in one if message.role == role), None)
+        if found and _leaves_out(cast(Hashable, chat), role):
+            raise _left_out(kind, found.text)
     tools = tools_of(record["tools"]) if record.get("tools") else ()
     chat, shown = chat.with_tools(tools) if tools else chat, set[str]()
     for one in conversations:
@@ -60,11 +161,34 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
         for kind, words in named.items():
             left_out = unshown if kind == "tool call" else ()
             if missing := next((word for word in words if word not in text or word in left_out), ""):
-                raise DataError(
-                    f"the chat template leaves out the {kind} {missing!r:.60}; use a model that was tuned for it, or a "
-                    "template with model.chat_template, or write it into the content of the messages"
-                )
+                raise _left_out(kind, missing)
     return chat
+
+
+def _left_out(kind: str, words: str) -> DataError:
+    return DataError(
+        f"the chat template leaves out the {kind} {words!r:.60}; use a model that was tuned for it, or a template with "
+        "model.chat_template, or write it into the content of the messages"
+    )
+
+
+@lru_cache(maxsize=4)
+def _leaves_out(chat: Tokenizer, role: str) -> bool:
+    """Return whether the chat template writes the same text whatever a message of a role holds."""
+    call = Call("whetstone", "grind", "{}")  # some templates want an id of nine letters
+    tool = {"type": "function", "function": {"name": "grind", "description": "", "parameters": {"type": "object"}}}
+    before = (Message("user", "dull?"), Message("assistant", "", (call,)))
+    after = (Message("assistant", "yes"),)
+    probes = [
+        (*before, Message("tool", text, answers="whetstone"), *after) if role == "tool"
+        else (Message("system", text), Message("user", "dull?"), *after)
+        for text in ("steel", "iron")
+    ]  # fmt: skip
+    try:
+        one, other = map((chat.with_tools((json.dumps(tool),)) if role == "tool" else chat).render, probes)
+    except DataError:  # the template refuses the role itself
+        return False
+    return one == other
 
 
 def _shows(chat: Tokenizer, one: Conversation, name: str, text: str) -> bool:
@@ -78,6 +202,8 @@ def _shows(chat: Tokenizer, one: Conversation, name: str, text: str) -> bool:
 
 def _message(item: Mapping[str, Any]) -> Message:
     """Return a message with its fields. Empty fields count as absent, as tables have them in every row."""
+    if item.get("function_call"):
+        raise DataError("a message has a `function_call`, OpenAI's former form; wanted `tool_calls`, a list of calls")
     given = _parsed(_stated(item.get("tool_calls") or []), "tool_calls")
     calls = tuple(_call(_parsed(one, "tool_calls")) for one in given)
     thoughts = [item[name] for name in REASONING if item.get(name)]
