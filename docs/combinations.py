@@ -37,10 +37,11 @@ def page(registry: Registry, algorithms: Sequence[str]) -> str:
 
 
 def problems_of(one: Combination, registry: Registry) -> list[str]:
-    """Return what does not fit in a combination."""
+    """Return what does not fit in a combination, besides the folder of the teacher, which is made up."""
     keys = registry.find("algorithms", one.algorithm).component.config.__annotations__
     several = {"group_size": SEVERAL} if "group_size" in keys else {}
-    return reasons(one, {**BASE, **further(one, registry)}, registry, **several)
+    found = reasons(one, {**BASE, **further(one, registry)}, registry, **several)
+    return [problem for problem in found if not problem.startswith("backend.teacher: ")]
 
 
 def further(one: Combination, registry: Registry) -> dict[str, object]:

@@ -11,6 +11,7 @@ from whet.data.files import read_rows
 from whet.data.model_info import read_model
 from whet.errors import ConfigError
 from whet.plan.prepare import prepare
+from whet_memory.roles import case_of
 from whet_start.small_models import make_model
 
 
@@ -89,6 +90,13 @@ def test_over_the_whole_vocabulary_the_students_workers_hold_the_teacher(config,
     chosen = [f"run.folder={tmp_path / 'other' / 'run'}", f"algorithm.topk={every}", "run.steps=1"]
     (found,) = divergences(config, tmp_path / "other", *chosen)
     assert found == pytest.approx(full[0], rel=1e-3)
+
+
+def test_the_memory_of_a_teacher_is_that_of_the_likeliest_tokens(config):
+    prepared = prepare(config)
+    teacher = prepared.roles["teacher"].facts.forecast
+    case = case_of(prepared.config, prepared.roles, prepared.plan, prepared.plan.role("teacher"), teacher)
+    assert (case.outputs, case.topk) == (("topk_ids:64", "topk_logprobs:64"), 64)
 
 
 def test_a_teacher_that_no_worker_holds_is_refused_with_what_to_change(config):

@@ -50,9 +50,29 @@ def test_eight_large_gpus_can_and_small_ones_cannot(recipe, whet):
     apart = whet("check", recipe, ON_EIGHT, "cluster.offload=never", "--machine", LARGE)
     both = on_gpu(done.output, "backend", "train") + on_gpu(done.output, "generator", "generation") - 1
     assert on_gpu(apart.output, "backend", "train") == pytest.approx(both, abs=0.2), "the generator is awake meanwhile"
+    syncs = [on_gpu(one.output, "backend", "weight_sync") for one in (done, apart)]
+    assert syncs[1] - syncs[0] == pytest.approx(4, abs=0.2), "the weights of the generator wake, and its cache does not"
     small = whet("check", recipe, ON_EIGHT, "--machine", "8x24GB")
     assert small.code == 1
     assert "cluster.memory: GPU 0 of the given machine has 24.0 GiB of memory" in small.errors
+
+
+def test_an_engine_s_weights_are_known_and_its_cache_takes_the_rest_of_its_share(recipe, whet):
+    engine = (ON_EIGHT, "model.dtype=bfloat16", "generator={use: vllm, tensor_parallel: 2}")
+    done = whet("check", recipe, *engine, "rollout.max_context=0", "--machine", LARGE)
+    assert re.search(r"^  generator +generation +14\.\d GiB \+ cache +GPU 0: 12[01]\.\d GiB", done.output, re.MULTILINE)
+    assert "generator: the cache takes the rest of memory_fraction, 85% of each of a rank's 2 GPUs" in done.output
+    assert "backend: sequences of 8,192 tokens were assumed, as rollout.max_context is 0, no limit" in done.output
+    assert "GPU 0 of machine" not in done.output
+    limited = whet("check", recipe, *engine, "generator.memory_fraction=0.04", "--machine", LARGE)
+    assert "generator.memory_fraction: is 0.04, 5.6 GiB of a GPU of 141.0 GiB, and the weights take 7" in limited.errors
+    assert "were assumed" not in limited.output
+
+
+def test_on_several_machines_the_table_names_them(recipe, whet):
+    ray = ("cluster.launcher=ray", "cluster.address=10.0.0.1:6379", "cluster.gpus={backend: 4, generator: 4}")
+    done = whet("check", recipe, *ray, "--machine", "2x2xH200-141GB,cores=96,memory=1TB")
+    assert re.search(r"^  backend +train .*GPU 0 of machine 1: .*host of machine \d: ", done.output, re.MULTILINE)
 
 
 def test_a_run_that_cannot_fit_starts_nothing_and_reads_no_weights(recipe, whet, tmp_path):

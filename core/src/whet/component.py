@@ -100,11 +100,14 @@ class MemoryTerm:
     kept_asleep: bool = True
     """Whether the memory moves to the host's memory while a role with GPUs sleeps. If not, it is freed."""
     gpu_share: float = 0.0
-    """On a GPU: the share of the GPU's memory that the whole role takes. Then the size of this term is the rest of the
-    share, after all other terms."""
+    """On a GPU: the share of the GPU's memory that the whole role takes, by its key `memory_fraction`. Then the size of
+    this term is the rest of the share, after all other terms."""
     lent: bool = False
     """Whether a generator computes with this memory if weights travel `in-place`. It then stays where it is while the
     role sleeps. A plan with another transport takes it as false."""
+    woken: Literal["", "weights", "adapter"] = ""
+    """Whether a generator that sleeps takes this memory back already for a weight sync, beside the backend: for one of
+    all `weights`, or also for one of an `adapter`. A plan whose weights travel otherwise takes it as empty."""
     change: str = ""
     """The change that reduces this memory, e.g. `lower generator.cache_gib`."""
 

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from attrs import evolve, frozen
 
-from whet.component import AlgorithmFacts, BackendFacts, Component, Facts, GeneratorFacts, MemoryTerm, Selection
+from whet.component import (
+    AdapterInfo,
+    AlgorithmFacts,
+    BackendFacts,
+    Component,
+    Facts,
+    GeneratorFacts,
+    MemoryTerm,
+    Selection,
+)  # fmt: skip
 from whet.config.cluster import RecoverySection
 from whet.config.sections import ClusterSection, Config, ModelSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
@@ -36,7 +45,9 @@ def training(ranks: int, trained: bool) -> list[MemoryTerm]:
 
 
 def sampling(ranks: int, trained: bool) -> list[MemoryTerm]:
-    return [MemoryTerm("copy", 6 * GIB), MemoryTerm("cache", 1 * GIB, kept_asleep=False, gpu_share=0.5)]
+    return [
+        MemoryTerm("copy", 6 * GIB, change="copy less"), MemoryTerm("cache", 1 * GIB, kept_asleep=False, gpu_share=0.5)
+    ]  # fmt: skip
 
 
 FACTS = {
@@ -118,7 +129,44 @@ def test_on_gpus_what_sleeps_waits_on_the_host_but_for_what_is_made_anew() -> No
     assert plan.turns == (("backend",), ("generator",))
     # Of the backend 12 / 2; of the generator 6 and what the others leave of half a GPU, which is nothing.
     assert needs(plan) == {"0 GPU 0": 6, "0 GPU 1": 6, "0 the host": 8 + 2 * 6}
-    assert plan.refusals == ()
+
+
+def test_a_share_of_a_gpu_that_weights_fill_is_refused_by_its_key() -> None:
+    (refusal,) = planned(TWO, **ON_GPUS).refusals
+    assert refusal == (
+        "generator.memory_fraction: is 0.5, 5.0 GiB of a GPU of 10.0 GiB, and the weights take 6.0 GiB, so there is no "
+        "cache: raise it above 0.6; copy less"
+    )
+    assert planned(TWO, **ON_GPUS, memory="ignore").refusals == ()
+    assert planned(evolve(TWO, gpu_bytes=(10 * GIB, 13 * GIB)), **ON_GPUS).refusals == ()
+
+
+SHARED = ("shared-memory",)
+
+
+@pytest.mark.parametrize(
+    ("woken", "adapter", "ways", "gpu"),
+    [
+        ("", None, SHARED, 8 + 3),
+        ("weights", None, SHARED, 8 + 3 + 6),
+        ("weights", AdapterInfo(8, 16), SHARED, 8 + 3),
+        ("adapter", AdapterInfo(8, 16), SHARED, 8 + 3 + 6),
+        ("weights", None, ("in-place",), 8 + 6 + 1),  # no weights travel, so the generator does not wake
+    ],
+)
+def test_weights_for_which_a_generator_wakes_count_beside_the_idle_backend(
+    woken: Any, adapter: AdapterInfo | None, ways: tuple[str, ...], gpu: int
+) -> None:
+    terms = [MemoryTerm("copy", 6 * GIB, woken=woken), MemoryTerm("cache", GIB, kept_asleep=False, woken="")]
+    facts = {
+        **FACTS,
+        "backend": BackendFacts(memory=lending, transports=ways, adapter=adapter, sleeps=("cuda",)),
+        "generator": GeneratorFacts(
+            memory=lambda ranks, trained: terms, transports=ways, adapters=frozenset({"linear"}), sleeps=("cuda",)
+        ),
+    }
+    plan = planned(Machine(8, gpus=1), facts, gpus={"backend": 1, "generator": 1})
+    assert needs(plan)["0 GPU 0"] == gpu
 
 
 def lending(ranks: int, trained: bool) -> list[MemoryTerm]:
@@ -152,12 +200,12 @@ def test_weights_that_a_generator_borrows_stay_on_the_gpu_and_count_once(
 def test_on_gpus_roles_that_do_not_sleep_add_up() -> None:
     plan = planned(TWO, **ON_GPUS, offload="never")
     assert needs(plan) == {"0 GPU 0": 12, "0 GPU 1": 12, "0 the host": 2 * 5}
-    (refusal,) = plan.refusals
+    refusal, _ = plan.refusals
     assert refusal.startswith(
         "cluster.memory: GPU 0 of this machine has 10.0 GiB of memory, and the plan takes at least 12.0 GiB of it: "
         "6.0 GiB generator: copy, 4.0 GiB backend: weights, 2.0 GiB backend: gradients"
     )
-    assert "What helps: train less; " in refusal
+    assert "What helps: copy less; train less; " in refusal
 
 
 def test_a_share_of_a_gpu_is_taken_whatever_its_size() -> None:
@@ -197,7 +245,7 @@ def test_more_than_there_is_is_refused_with_what_takes_most_and_what_to_change()
     assert refusal == (
         "cluster.memory: this machine has 16.0 GiB of memory, and the plan takes at least 19.0 GiB of it: "
         "8.0 GiB backend: weights, 6.0 GiB generator: copy, 4.0 GiB backend: gradients, 1.0 GiB the rest. What "
-        "helps: train less; put roles on GPUs (cluster.gpus), a machine with more memory, or a smaller "
+        "helps: copy less; train less; put roles on GPUs (cluster.gpus), a machine with more memory, or a smaller "
         "model. `cluster.memory: ignore` tries it all the same"
     )
     assert planned(Machine(8, memory_bytes=16 * GIB), memory="ignore").refusals == ()

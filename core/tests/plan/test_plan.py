@@ -440,6 +440,25 @@ def test_evaluation_needs_a_generator():
     assert "generator: evaluation needs a generator; choose one by `use:`" in problems(config, facts)
 
 
+@pytest.mark.parametrize(("max_length", "longest"), [(96, 96), (0, 128)])
+def test_of_an_algorithm_that_trains_on_data_the_longest_sequence_is_that_of_its_data(max_length, longest):
+    facts = {**FACTS, "algorithm": attrs.evolve(FACTS["algorithm"], inputs=frozenset({"data"}))}
+    config = make_config(
+        environments=[], data=DataSection([DataFile("a.jsonl")], max_length=max_length),
+        rollout=RolloutSection(max_tokens=32, max_context=64),
+    )  # fmt: skip
+    plan, found = plan_of(config, facts, Machine(8))
+    assert plan is not None, found
+    assert f"longest sequence: {longest} tokens" in plan.describe()
+    assert plan.max_context == 64, "what evaluation generates"
+
+
+def test_what_several_components_note_is_told_once():
+    facts = {**FACTS, **{name: attrs.evolve(FACTS[name], notes=("so it is",)) for name in ("backend", "generator")}}
+    plan, _ = plan_of(make_config(), facts, Machine(8))
+    assert plan.notes == ("so it is",)
+
+
 def evaluating(*entries: dict[str, Any], **section: Any) -> Config:
     parts = [EnvironmentSection(component=chosen("environments", f"e{i}"), **entry) for i, entry in enumerate(entries)]
     return make_config(evaluation=EvaluationSection(parts, **section))

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from whet.component import MemoryTerm, Problem
 from whet.config.cluster import ClusterSection
-from whet.plan.placement import Machine, RolePlan
+from whet.plan.placement import Machine, RolePlan, gpus_of
 from whet.plan.rank_placement import RankPlacement, place_ranks
 from whet.plan.roles import Roles
 
@@ -86,13 +86,30 @@ def _of_host(one: RankPlacement, turns: Sequence[Sequence[str]]) -> Iterator[Mem
             yield evolve(term, what=f"{term.what}{_ASLEEP}", place="host")
 
 
-def memory_problems(cluster: ClusterSection, found: Iterable[Room], machine: Machine) -> list[Problem]:
-    """Return what is known not to fit, and what to change: the worst GPU and the worst host."""
+def memory_problems(
+    cluster: ClusterSection, found: Iterable[Room], machine: Machine, table: Roles, roles: Sequence[RolePlan]
+) -> list[Problem]:
+    """Return what is known not to fit, and what to change: the worst GPU, the worst host, and shares of a GPU."""
     if cluster.memory == "ignore":
         return []
     overfull = sorted((room for room in found if room.overfull), key=lambda room: (room.has or 0) - room.needs)
     worst = {room.place == HOST: room for room in reversed(overfull)}
-    return [_problem(room, machine) for room in worst.values()]
+    return [*(_problem(room, machine) for room in worst.values()), *_small_shares(table, roles, machine)]
+
+
+def _small_shares(table: Roles, roles: Sequence[RolePlan], machine: Machine) -> Iterator[Problem]:
+    """Yield shares of a GPU that weights alone fill, even on the largest GPU that could hold them."""
+    has = max((number or 0 for node in machine.nodes for number in node.gpu_bytes), default=0)
+    for one in (role for role in roles if role.devices[0] != "cpu"):
+        share = sum(term.gpu_share for term in one.memory)
+        rest = [t for t in one.memory if t.when == "working" and t.place != "host" and not t.gpu_share]
+        least = sum(term.bytes for term in rest) // len(gpus_of(one.devices[0]))
+        if share and share * has <= least < has:
+            words = f"is {share:g}, {size(share * has)} of a GPU of {size(has)}, and the weights take {size(least)}"
+            more = "; ".join(
+                [f"raise it above {-(-100 * least // has) / 100:g}", *(t.change for t in rest if t.change)]
+            )
+            yield Problem(f"{table[one.role].path}.memory_fraction", f"{words}, so there is no cache: {more}")
 
 
 def size(number: float) -> str:
@@ -143,12 +160,15 @@ class _Held:
         return Room(place, node, has, sum(worst.values()), tuple(largest), changes)
 
     def _working(self) -> list[tuple[str, MemoryTerm]]:
-        """Return the terms that are held at one time. Of roles that take turns, only the larger side counts."""
+        """Return the terms that are held at one time. Of roles that take turns, the larger side counts."""
         working = [one for one in self.terms if one[1].when == "working"]
         changing = {role for side in self.turns for role in side}
         always = [one for one in working if one[0] not in changing or one[1].place == "host" or one[1].lent]
         sides = [[one for one in working if one[0] in side and one not in always] for side in self.turns]
-        return [*always, *max(sides, key=lambda side: sum(term.bytes for _, term in side), default=[])]
+        # During a weight sync the roles of training are idle, and generators are awake for weights.
+        syncing = [one for side in sides[:1] for one in side if one[1].kept_asleep]
+        syncing += [one for side in sides[1:] for one in side if one[1].woken]
+        return [*always, *max([*sides, syncing], key=lambda side: sum(term.bytes for _, term in side))]
 
 
 def _words(role: str, term: MemoryTerm) -> str:

@@ -40,7 +40,7 @@ class Plan:
     turns: tuple[tuple[str, ...], ...]
     """Roles that release their memory while the others work: the roles of training, of generation; empty: none."""
     max_context: int
-    """Longest sequence, in tokens; 0: no limit is known."""
+    """Longest sequence of rollouts, in tokens; 0: no limit is known."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Reasons why this machine cannot run it, though another one might."""
@@ -52,6 +52,8 @@ class Plan:
     """The predicted peak of memory of one rank of each role in each phase; see the feature `memory-forecast`."""
     role_ways: Mapping[str, Way] = attrs.field(factory=dict)
     """How weights travel to further generators, those with `sync_every`."""
+    max_length: int = 0
+    """Longest sequence of data files that are trained on; 0: no limit is known, or there are none."""
 
     def role(self, name: str) -> RolePlan:
         """Find a role by its name."""
@@ -79,8 +81,8 @@ class Plan:
             lines.append(f"weights: backend -> {name} by {way.transport}, {way.reason}")
         if self.turns:
             lines.append(f"take turns, asleep meanwhile: {' | '.join(map(', '.join, self.turns))}")
-        if self.max_context:
-            lines.append(f"longest sequence: {self.max_context} tokens")
+        if longest := self.max_length or self.max_context:
+            lines.append(f"longest sequence: {longest} tokens")
         return "\n".join([*lines, *self.notes])
 
 
@@ -119,7 +121,7 @@ def make_plan(
     inline, staleness = config.cluster.workers == "inline", config.rollout.max_staleness
     turns, of_turns, sleepless = find_turns(config.cluster.offload, staleness, config.endpoint.serve, roles)
     problems = [*config_problems(config, model, roles, feeds_on, models or {}), *sleepless]
-    ways, notes = dict[str, Way](), [note for path in sorted(facts) for note in facts[path].notes]
+    ways, notes = dict[str, Way](), [*dict.fromkeys(note for path in sorted(facts) for note in facts[path].notes)]
     for role in roles if trains else ():
         try:
             if role.generates and role.sync_every:
@@ -141,25 +143,32 @@ def make_plan(
     context = config.rollout.max_context or model.max_positions
     planned = (plan_role(config.cluster, roles, name, machine, bool(staleness)) for name in roles.names)
     kept = config.cluster.recovery.enabled and config.cluster.recovery.replicas > 0
-    placed = tuple(_with_way(role, way, model, kept=kept) for role in planned)
+    every = {"backend": way, "generator": way, **ways}
+    placed = tuple(_with_way(role, every.get(role.role), model, kept=kept) for role in planned)
     lacking = tuple(str(problem) for problem in gpu_problems(config.cluster, roles, placed, machine))
     found = rooms(config.cluster, roles, placed, turns, machine)
-    full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine))
+    full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine, roles, placed))
     # GPUs that this machine lacks are a warning, for the run may be meant for another one; a given machine is the one.
     plan = Plan(
         config.cluster.launcher, inline, placed, way, feeds_on, turns, context, (*notes, *of_turns),
         warnings=() if machine.given else lacking, memory=tuple(found),
         refusals=(*lacking, *full) if machine.given else full, role_ways=ways,
+        max_length=(config.data.max_length or model.max_positions) if config.data and feeds_on == "data" else 0,
     )  # fmt: skip
     return plan, []
 
 
 def _with_way(role: RolePlan, way: Way | None, model: ModelInfo, *, kept: bool) -> RolePlan:
-    """Return a role with the memory that the way of the weights decides: what is lent, and for the backend the copy of
-    the weights that processes of one machine share, or that is `kept` for late receivers, in the smallest dtype.
+    """Return a role with the memory that the way of the weights decides: what is lent, what wakes for a weight sync,
+    and for the backend the copy of the weights that processes of one machine share, or that is `kept` for late
+    receivers, in the smallest dtype.
     """
-    if role.role != "backend" or way is None or way.transport != IN_PLACE:
+    in_place = way is not None and way.transport == IN_PLACE
+    stays = {"weights", "adapter"} if way is None or in_place else {"weights"} if way.adapter else set[str]()
+    if not in_place or role.role != "backend":
         role = attrs.evolve(role, memory=tuple(attrs.evolve(term, lent=False) for term in role.memory))
+    terms = (attrs.evolve(term, woken="") if term.woken in stays else term for term in role.memory)
+    role = attrs.evolve(role, memory=tuple(terms))
     changes = {"shared-memory": "cluster.transport: disk hands weights over by files"}
     if kept:
         late = "cluster.recovery.replicas: 0 keeps no copy for replicas that are restarted"

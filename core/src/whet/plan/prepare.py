@@ -76,8 +76,10 @@ class Prepared:
         plan, cluster = self.plan, self.config.cluster
         refusals = plan.refusals
         if only:
-            found = rooms(cluster, self.roles, [plan.role(name) for name in only], plan.turns, self.machine)
-            refusals = placed(map(str, memory_problems(cluster, found, self.machine)), self.loaded.layers)
+            some = [plan.role(name) for name in only]
+            found = rooms(cluster, self.roles, some, plan.turns, self.machine)
+            wrong = memory_problems(cluster, found, self.machine, self.roles, some)
+            refusals = placed(map(str, wrong), self.loaded.layers)
         if problems := [*dict.fromkeys((*plan.warnings, *refusals))]:
             raise ConfigError(problems)
 

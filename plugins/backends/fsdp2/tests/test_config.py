@@ -1,3 +1,4 @@
+import json
 import math
 import subprocess
 import sys
@@ -53,6 +54,21 @@ def test_muon_holds_one_moment_of_the_layers_and_adamw_two_of_the_rest():
             "Muon's momentum in float32": 4 * inside // ranks,
             "AdamW's two moments of the other weights in float32": 8 * MODEL.outer_parameters // ranks,
         }
+
+
+def test_a_teacher_that_is_not_there_or_has_another_vocabulary_is_refused_by_its_key(tmp_path):
+    def teaching(teacher, **changes):
+        (tmp_path / "config.json").write_text(json.dumps({**MODEL.config, **changes}))
+        return [str(problem) for problem in facts(Fsdp2Config(teacher=str(teacher)), MODEL).problems(1)]
+
+    assert teaching(tmp_path) == []
+    (missing,) = teaching(tmp_path / "no")
+    assert missing.startswith("teacher: there is no folder '/")
+    (other,) = teaching(tmp_path, vocab_size=400)
+    assert "has a vocabulary of 400 tokens, the model that is trained 378; they must share one" in other
+    assert facts(Fsdp2Config(teacher=str(tmp_path)), MODEL).forecast.teacher is None
+    teaching(tmp_path, hidden_size=256)
+    assert facts(Fsdp2Config(teacher=str(tmp_path)), MODEL).forecast.teacher.config["hidden_size"] == 256
 
 
 def test_a_frozen_model_has_no_gradients_and_no_optimizer():

@@ -152,6 +152,24 @@ def test_selective_checkpointing_keeps_less_than_none_and_more_than_full(config:
     assert some < 0.85 * none
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_teacher_of_another_shape_holds_its_own_weights(ranks: int) -> None:
+    shape = {**SHAPE, "hidden_size": 512, "num_hidden_layers": 11}
+    outputs, teacher = ("kl_forward", "logprobs"), ModelInfo("", shape)
+    alone = traced(trace, case(ranks))
+    taught = traced(trace, attrs.evolve(case(ranks, teacher="made-up"), outputs=outputs, teacher=teacher))
+    head = 4 * shape["vocab_size"] * shape["hidden_size"] * (ranks > 1)  # FSDP2 keeps what a root has gathered
+    assert taught["idle"] - alone["idle"] - head == pytest.approx(4 * counted(shape) / ranks, rel=0.01)
+    assert taught["backward"] - alone["backward"] >= 4 * counted(shape) / ranks
+
+
+def test_a_model_is_traced_that_scores_the_likeliest_tokens() -> None:
+    few, many = (
+        attrs.evolve(case(), trained=False, outputs=(f"topk_ids:{k}", f"topk_logprobs:{k}")) for k in (8, 64)
+    )  # fmt: skip
+    assert traced(trace, few)["score"] < traced(trace, many)["score"]
+
+
 def test_a_frozen_model_holds_its_weights_alone() -> None:
     frozen = attrs.evolve(case(), trained=False)
     found = traced(trace, frozen)

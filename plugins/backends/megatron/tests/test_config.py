@@ -131,6 +131,7 @@ def test_a_teacher_that_does_not_fit_is_refused_by_its_key(tmp_path):
         return found({"tensor": 2}, 2, teacher=str(tmp_path)).get("teacher", "")
 
     assert not teaching()
+    assert found({}, 1, teacher=str(tmp_path / "no"))["teacher"].startswith("there is no folder")
     assert "has a vocabulary of 400 tokens, the model that is trained 375" in teaching(vocab_size=400)
     assert "which does not divide the model's 1 key heads (of the teacher)" in teaching(num_key_value_heads=1)
     assert "has the activation gelu" in teaching(hidden_act="gelu")

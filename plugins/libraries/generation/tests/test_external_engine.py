@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from whet.component import Package
+from whet.component import Package, Problem
+from whet.data.model_info import ModelInfo
 from whet.errors import WhetError
-from whet_generation.external_engine import ForeignEngine, visible_gpus
+from whet_generation.external_engine import ForeignEngine, split_problems, visible_gpus
 
 KNOWN = {"dtype", "whistle", "block_size", "max_num_batched_tokens"}
 
@@ -44,6 +46,26 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_an_argument_that_cannot_be_passed_on_is_named(name: str, message: str) -> None:
     assert list(engine().wrong({name: 1, "block_size": 16}, KNOWN)) == [(name, message)]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "able"),
+    [(4, {1, 2, 4, 28}), (28, {1, 2, 4, 7, 14, 28}), (0, {*range(1, 30)}), (1, {1, 2, 4, 7, 14, 28})],
+)
+def test_heads_that_processes_cannot_share_are_refused(kv_heads: int, able: set[int]) -> None:
+    shape = {"num_attention_heads": 28, "num_key_value_heads": kv_heads} if kv_heads else {}
+
+    def wrong(processes: int) -> list[Problem]:
+        config: Any = SimpleNamespace(tensor_parallel=processes)
+        return list(split_problems(config, ModelInfo("model", shape), 1))
+
+    assert {processes for processes in range(1, 30) if not wrong(processes)} == able
+    if kv_heads == 4:
+        (problem,) = wrong(8)
+        assert str(problem).startswith(
+            "tensor_parallel: is 8, and the model has 28 attention heads and 4 key/value heads"
+        )
+        assert problem.message.endswith(": 1, 2, 4, 28")
 
 
 def test_where_the_engine_is_not_here_any_other_argument_may_be_right() -> None:

@@ -10,13 +10,12 @@ from attrs.validators import deep_iterable, optional
 
 from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
-from whet.data.model_info import ModelInfo, read_model
-from whet.errors import ConfigError
+from whet.data.model_info import ModelInfo
 from whet.interfaces.weights import IN_PLACE
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
-from whet_training.heads import outputs_of
+from whet_training.heads import known_teacher, outputs_of, teacher_problems
 from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
@@ -149,6 +148,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
 
 def _problems(config: Fsdp2Config, model: ModelInfo, ranks: int) -> Iterator[Problem]:
     yield from problems(config.parallel, model, config.layout, ranks)
+    yield from teacher_problems(config.teacher, model)
     if config.compile and model.experts:
         yield Problem("compile", "layers with experts are not compiled; leave it out")
 
@@ -159,7 +159,8 @@ def forecast(config: Fsdp2Config, model: ModelInfo) -> Forecast:
 
     tokens, settings = config.micro_batch_tokens, attrs.asdict(config)
     trace = "whet_fsdp2.trace:trace"
-    return Forecast(settings, model, formulas, tokens, trace, savings, partial(sizes, config))
+    teacher = known_teacher(config.teacher, model)
+    return Forecast(settings, model, formulas, tokens, trace, savings, partial(sizes, config), teacher)
 
 
 def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
@@ -236,7 +237,4 @@ def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelI
     if config.reference and config.lora is None:
         yield "reference", model
     if config.teacher:
-        try:
-            yield "teacher", read_model(config.teacher, model.dtype)
-        except ConfigError:
-            yield "teacher", model
+        yield "teacher", known_teacher(config.teacher, model) or model

@@ -34,7 +34,7 @@ from whet_fsdp2.sharding import sharding
 from whet_fsdp2.weights import PolicyWeights
 from whet_memory.case import Case
 from whet_memory.live_bytes import LiveBytes, fake_ranks, fake_tensors
-from whet_memory.timelines import Timeline
+from whet_memory.timelines import Timeline, depths, shortened
 from whet_ops import logprobs
 from whet_training.layout import Layout
 
@@ -51,6 +51,7 @@ def trace(case: Case) -> dict[str, Timeline]:
     with fake_ranks(case.sizes.ranks):  # and their meshes, before tensors are fake
         found = _trace(case)
     less, brought = not_held(case)
+    less -= _taught(case)[1]
     more = {"optimizer": brought}
     return {phase: [(name, size - less + more.get(phase, 0)) for name, size in line] for phase, line in found.items()}
 
@@ -61,8 +62,8 @@ def _trace(case: Case) -> dict[str, Timeline]:
     ranks = Ranks(WorkerRank("backend", 0, size), config.parallel)
     attention.register()
     root, adapters = _build(case, config, ranks, trained=case.trained)
-    wanted = (config.reference and config.lora is None, config.teacher)
-    frozen = [_build(case, config, ranks, trained=False)[0] for one in wanted if one]
+    wanted = [case] * (config.reference and config.lora is None) + [_taught(case)[0]] * bool(config.teacher)
+    frozen = [_build(one, config, ranks, trained=False)[0] for one in wanted]
     if config.teacher and isinstance(root, Root) and isinstance(frozen[-1], Root):
         root.teacher = (frozen[-1],)
     with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype(), _even_experts(live, case):
@@ -87,6 +88,20 @@ def _trace(case: Case) -> dict[str, Timeline]:
         with live.phase("idle"):
             pass
     return dict(live.timelines)
+
+
+def _taught(case: Case) -> tuple[Case, int]:
+    """Return the case of a teacher of few layers, and the bytes of its other layers on this rank.
+
+    Its passes keep nothing of a layer for the next one, so weights are all that grows with layers.
+    """
+    if case.teacher is None:
+        return case, 0
+    few = attrs.evolve(case.teacher, config=shortened(case.teacher.config, depths(case.teacher.config)[0]))
+    sharing = max(1, case.sizes.ranks // case.sizes.replicate)
+    number = 2 if case.model.dtype == "bfloat16" else 4
+    left = number * (case.teacher.parameters - few.parameters) // sharing
+    return attrs.evolve(case, model=attrs.evolve(few, dtype=case.model.dtype)), left
 
 
 @contextmanager
@@ -278,6 +293,5 @@ def _batch(case: Case) -> Batch:
         row = np.arange(length + 1) % vocabulary  # the last token is a target alone
         rows.append({"tokens": row, "loss_mask": np.arange(length + 1) >= 1})
     batch = from_sequences(rows, prompt_lengths=[1] * len(rows))
-    wanted = next((int(name.partition(":")[2]) for name in case.outputs if name.startswith("topk")), 0)
-    ids = np.zeros((batch.tokens, wanted or 1), np.int64)
+    ids = np.zeros((batch.tokens, case.topk), np.int64)
     return batch.with_columns(topk_ids=ids) if "logprobs_at" in case.outputs else batch

@@ -11,8 +11,7 @@ from attrs.validators import deep_iterable, optional
 
 from whet.component import BackendFacts, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, TOKENS, above, below, between
-from whet.data.model_info import DTYPE_BYTES, ModelInfo, read_model
-from whet.errors import ConfigError
+from whet.data.model_info import DTYPE_BYTES, ModelInfo
 from whet.interfaces.weights import IN_PLACE
 from whet_megatron import fp8, memory, parallel
 from whet_megatron.architecture import family, read, refusals
@@ -21,7 +20,7 @@ from whet_megatron.lora_targets import adapted, has_experts, linears, no_experts
 from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
-from whet_training.heads import outputs_of
+from whet_training.heads import known_teacher, outputs_of, teacher_problems
 from whet_training.lora_config import LoraConfig, adapter_info, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
@@ -153,7 +152,7 @@ def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: boo
         stages = (adapted(lora, model, config.parallel, stage) for stage in range(config.parallel.pipeline))
         yield from memory.adapter(max(sum(one.parameters for one in stage) for stage in stages))
     if config.teacher:  # one that is not here counts as large as the trained model
-        found = teacher_of(config, model)
+        found = known_teacher(config.teacher, model)
         held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)
         yield MemoryTerm("weights of the teacher", DTYPE_BYTES[model.dtype] * sum(held), change="drop backend.teacher")
 
@@ -195,8 +194,11 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
             found := [key for key in ("balance", "z_loss") if getattr(config.experts, key)]
         ):
             yield Problem(f"experts.{found[0]}", "is set, and the model has no experts; leave it out")
-    if (teacher := teacher_of(config, model)) is not None:
-        yield from _of_teacher(config, model, teacher, ranks)
+    wrong_teacher = list(teacher_problems(config.teacher, model))
+    yield from wrong_teacher
+    teacher = known_teacher(config.teacher, model)
+    if teacher is not None and not wrong_teacher:
+        yield from _of_teacher(config, teacher, ranks)
 
 
 def _of_lora(lora: LoraConfig | None, model: ModelInfo) -> Iterator[Problem]:
@@ -213,21 +215,10 @@ def _of_lora(lora: LoraConfig | None, model: ModelInfo) -> Iterator[Problem]:
         yield Problem("lora.targets", words)
 
 
-def teacher_of(config: MegatronConfig, model: ModelInfo) -> ModelInfo | None:
-    """Return the teacher. None: there is none, or its folder is not on this machine."""
-    try:
-        return read_model(config.teacher, model.dtype) if config.teacher else None
-    except ConfigError:
-        return None
-
-
-def _of_teacher(config: MegatronConfig, model: ModelInfo, teacher: ModelInfo, ranks: int) -> Iterator[Problem]:
+def _of_teacher(config: MegatronConfig, teacher: ModelInfo, ranks: int) -> Iterator[Problem]:
     """Yield what the teacher does not allow."""
     wrong = [f"is a model that {words}" for words in refusals(teacher)]
     if not wrong:
         found = parallel.problems(config.parallel, read(teacher), config.vocabulary_multiple, ranks)
         wrong = [f"backend.{one.path} {one.message} (of the teacher)" for one in found]
-    if teacher.vocab_size != model.vocab_size:
-        sizes = f"{teacher.vocab_size} tokens, the model that is trained {model.vocab_size}"
-        wrong.append(f"has a vocabulary of {sizes}; they must share one")
     yield from (Problem("teacher", words) for words in wrong[:1])

@@ -30,10 +30,11 @@ from whet.config.structure import structure
 from whet.data.model_info import DTYPE_BYTES
 from whet_megatron import memory
 from whet_megatron.architecture import Architecture, read
-from whet_megatron.config import MegatronConfig, teacher_of
+from whet_megatron.config import MegatronConfig
 from whet_megatron.lora_targets import Adapted, adapted
 from whet_megatron.parallel import ParallelConfig, padded_rows
 from whet_memory.case import Case, Peak, Peaks, Saving, Sizes
+from whet_training.heads import known_teacher
 
 CHUNK_BYTES = 128 << 20
 """See `whet_ops.logprobs`, which imports torch."""
@@ -189,7 +190,7 @@ def _teacher(stage: Stage) -> int:
     config = stage.config
     if not config.teacher:
         return 0
-    found = teacher_of(config, stage.case.model)
+    found = known_teacher(config.teacher, stage.case.model)
     model = stage.model if found is None else read(found)
     weights = sum(memory.held(config.parallel, model, config.vocabulary_multiple, stage.case.stage))
     hidden = max(1, stage.case.passes) * stage.tokens * model.hidden if stage.last else 0

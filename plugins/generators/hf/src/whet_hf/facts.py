@@ -36,7 +36,8 @@ def memory(config: HfConfig, model: ModelInfo, ranks: int, trained: bool) -> Ite
     dtype = model.dtype_for(config.dtype)
     each = " on each rank" if ranks > 1 else ""
     if config.weights == "own":
-        yield MemoryTerm(f"weights in {dtype}, whole{each}", model.weight_bytes(config.dtype), change=_SMALLER)
+        weights = model.weight_bytes(config.dtype)
+        yield MemoryTerm(f"weights in {dtype}, whole{each}", weights, woken="weights", change=_SMALLER)
     cache = int(config.cache_gib * 2**30)
     if model.max_positions and model.token_cache_bytes:
         cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)

@@ -23,8 +23,8 @@ class VllmConfig:
     cache_gib: float | None = field(default=None, validator=validators.optional(above(0, GIB)))
     """Memory for keys and values on each rank, in GiB. null: the rest of `memory_fraction`; on a CPU 1."""
     tensor_parallel: int = field(default=1, validator=between(1, PROCESSES))
-    """Processes over which one engine shards the model. On GPUs each process has its own GPU, so a rank needs this many
-    GPUs, and `cluster.gpus.generator` must be a multiple of it."""
+    """Processes over which one engine shards the model; they must divide its attention heads. On GPUs each process has
+    its own GPU, so a rank needs this many GPUs, and `cluster.gpus.generator` must be a multiple of it."""
     eager: bool | None = None
     """Whether the model runs without compilation. null: true on CPUs, where compilation needs a compiler and minutes,
     and false on GPUs."""

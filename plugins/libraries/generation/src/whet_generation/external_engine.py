@@ -122,6 +122,7 @@ class ForeignEngine:
             on_weight_update=("drain", "continue", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
             processes=config.tensor_parallel,
+            problems=functools.partial(split_problems, config, model),
             memory=functools.partial(engine_memory, config, model) if model.parameters else None,
             imports=imports,
             sleeps=("cuda",),
@@ -151,11 +152,25 @@ def visible_gpus(device: str) -> dict[str, str]:
 def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield what one engine holds over all its processes: weights, and keys and values as the config limits them."""
     smaller = "spread a model over more GPUs (generator.tensor_parallel), or compute in bfloat16"
-    yield MemoryTerm(f"weights in {model.dtype_for(config.dtype)}", model.weight_bytes(config.dtype), change=smaller)
+    weights, words = model.weight_bytes(config.dtype), f"weights in {model.dtype_for(config.dtype)}"
+    yield MemoryTerm(words, weights, woken="adapter", change=smaller)
     cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
     share, key = (0.0, "cache_gib") if config.cache_gib else (config.memory_fraction, "memory_fraction")
     change = f"lower generator.{key}"
     yield MemoryTerm("keys and values", cache, kept_asleep=False, gpu_share=share, change=change)
+
+
+def split_problems(config: EngineConfig, model: ModelInfo, ranks: int) -> Iterator[Problem]:
+    """Yield what keeps the processes of an engine from sharing a model. Paths are within the generator's section.
+
+    Each process has equally many attention heads, and at least one key/value head, which others may have too.
+    """
+    heads, kv_heads = model.heads, model.kv_heads
+    able = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if heads and config.tensor_parallel not in able:
+        words = f"is {config.tensor_parallel}, and the model has {heads} attention heads and {kv_heads} key/value heads"
+        wanted = "wanted a divisor of the former that divides the latter or is a multiple of it"
+        yield Problem("tensor_parallel", f"{words}; {wanted}: {', '.join(map(str, able))}")
 
 
 @functools.cache

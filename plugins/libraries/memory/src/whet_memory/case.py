@@ -19,6 +19,9 @@ PHASES: Final[tuple[Phase, ...]] = (
 )  # fmt: skip
 """`train`: forward and backward passes. `idle`: awake, while other roles work. `asleep`: see `cluster.offload`."""
 
+TOPK: Final = 64
+"""The likeliest tokens of a position that are read where nothing states how many: the default of `distill`."""
+
 
 @frozen
 class Sizes:
@@ -67,13 +70,21 @@ class Case:
     stage: int = 0
     """The pipeline stage of the rank."""
     outputs: tuple[str, ...] = ("logprobs",)
-    """The outputs of the model that losses read."""
+    """The outputs of the model that losses read, with numbers, e.g. `topk_ids:64`."""
+    teacher: ModelInfo | None = None
+    """A frozen model beside the role's own, of any shape; see `Forecast.teacher`."""
+
+    @property
+    def topk(self) -> int:
+        """Return the tokens at each position whose logprobs are read."""
+        return next((int(name.partition(":")[2]) for name in self.outputs if name.startswith("topk")), TOPK)
 
     def to_json(self) -> dict[str, Any]:
         """Return the case as built-in types. The model's folder is part of it only if its code lies there."""
         found = attrs.asdict(self)
-        if not self.model.trust_remote_code:
-            found["model"] = {**found["model"], "path": "", "chat_template": ""}
+        for name, model in (("model", self.model), ("teacher", self.teacher)):
+            if model is not None and not model.trust_remote_code:
+                found[name] = {**found[name], "path": "", "chat_template": ""}
         return found
 
     @staticmethod
@@ -83,6 +94,7 @@ class Case:
             **{
                 **found, "model": ModelInfo(**found["model"]), "sizes": Sizes(**found["sizes"]),
                 "outputs": tuple(found["outputs"]),
+                "teacher": ModelInfo(**found["teacher"]) if found["teacher"] else None,
             }
         )  # fmt: skip
 
@@ -132,3 +144,5 @@ class Forecast:
     """Changes that can save memory of this case, the cheapest first."""
     sizes: Callable[[int], Sizes] = Sizes
     """Sizes of the parallel axes for a number of ranks."""
+    teacher: ModelInfo | None = None
+    """A frozen model of another shape that the same ranks hold."""

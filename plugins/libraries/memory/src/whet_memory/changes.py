@@ -181,7 +181,8 @@ def changes(
         lines.append(f"no change that was tried makes{phases}: take GPUs with more memory, or a smaller model")
     elif len(told) < WANTED:
         lines.append("  besides: GPUs with more memory, or a smaller model")
-    where = "the host" if before.place == HOST else before.place
+    where = before.where(found)
+    where = f"the {where}" if before.place == HOST else where
     problem = (
         f"cluster.memory: {where} has {size(before.has or 0)}, and {before.role} needs {size(before.needs)} of it "
         f"in the phase {before.phase}, as predicted; `cluster.memory: ignore` tries it all the same"

@@ -1,7 +1,8 @@
 """What GPUs and hosts hold at their fullest moment: the peaks of roles, put where their ranks live.
 
 A moment is a phase of one role on all its ranks. Every other role holds what it holds while it is idle, or, if the two
-take turns, what it holds while it is asleep. While a role loads, the others are not there yet.
+take turns, what it holds while it is asleep; in a weight sync, also the weights for which a generator wakes. While a
+role loads, the others are not there yet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,11 @@ class Moment:
     def fits(self) -> bool:
         """Return whether the need fits. It counts as fitting if the memory is not known."""
         return self.has is None or self.needs <= self.has
+
+    def where(self, found: "Sequence[Moment]") -> str:
+        """Return the place as text, with its machine if there are moments on several."""
+        several = len({moment.node for moment in found}) > 1
+        return ("host" if self.place == HOST else self.place) + (f" of machine {self.node + 1}" if several else "")
 
     @property
     def share(self) -> float:
@@ -77,11 +83,14 @@ def _held(
         held = peaks[phase]
     elif phase == "loading":
         return 0, 0
+    elif any(name in side and role not in side for side in turns) and any(role in side for side in turns):
+        asleep = peaks.get("asleep", Peak(0))
+        syncs = (role, phase) == ("backend", "weight_sync")
+        woken = sum(term.bytes for term in one.role.memory if term.woken) if syncs else 0
+        return (asleep.device + woken) // max(1, len(one.gpus)), max(0, asleep.host - woken)
     else:
-        sleeps = any(name in side and role not in side for side in turns) and any(role in side for side in turns)
-        held = peaks.get("asleep", Peak(0)) if sleeps else peaks.get("idle", Peak(0))
+        held = peaks.get("idle", Peak(0))
     device = held.device // max(1, len(one.gpus))
     if has is not None and held.device and phase != "loading" and predicted[name].source == "terms":
-        share = max((term.gpu_share for term in one.role.memory), default=0.0)
-        device = max(int(share * has), device) if share else device
+        device = max(int(predicted[name].share * has), device)
     return device, held.host

@@ -12,10 +12,10 @@ from attrs import evolve, frozen
 
 from whet.component import LossFacts
 from whet.config.sections import Config
-from whet.plan.placement import RolePlan
+from whet.plan.placement import RolePlan, gpus_of
 from whet.plan.plan import Plan
 from whet.plan.roles import Role, Roles
-from whet_memory.case import PHASES, Case, Forecast, Peak, Peaks, Phase
+from whet_memory.case import PHASES, TOPK, Case, Forecast, Peak, Peaks, Phase
 from whet_memory.tracer import TraceError, Tracer
 
 Source = Literal["trace", "formulas", "terms"]
@@ -36,6 +36,10 @@ class Predicted:
     """Whether the component can be traced."""
     stages: tuple[Peaks, ...] = ()
     """The peaks of a rank of each pipeline stage, where there are several. Then `peaks` are of the fullest one."""
+    share: float = 0.0
+    """The share of a GPU that a generator takes. `peaks` are without its cache, which takes the rest of it."""
+    note: str = ""
+    """What was assumed, or is known otherwise, as the end of a sentence that begins with roles."""
 
     def of_rank(self, rank: int, ranks: int) -> Peaks:
         """Return the peaks of one of the role's ranks."""
@@ -64,8 +68,30 @@ def _of_role(
     forecast = role.facts.forecast
     gpu = one.devices[0] != "cpu"
     if not isinstance(forecast, Forecast):
-        return Predicted(one.role, "terms", _ordered(_of_terms(one, role, gpu)))
+        share = sum(term.gpu_share for term in one.memory) if gpu else 0.0
+        note = _share_note(share, len(gpus_of(one.devices[0]))) if share else ""
+        return Predicted(one.role, "terms", _ordered(_of_terms(one, role, gpu)), share=share, note=note)
     case = case_of(config, roles, plan, one, forecast)
+    found = _of_forecast(forecast, case, one, tracer, start=start)
+    key, limit = _limit(config, plan)
+    if not limit and case.longest < (forecast.model.max_positions or case.longest + 1):
+        return evolve(found, note=f"sequences of {case.longest:,} tokens were assumed, as {key} is 0, no limit")
+    return found
+
+
+def _share_note(share: float, gpus: int) -> str:
+    each = f"each of a rank's {gpus} GPUs, over which the weights are spread" if gpus > 1 else "its GPU"
+    return f"the cache takes the rest of memory_fraction, {share:.0%} of {each}"
+
+
+def _limit(config: Config, plan: Plan) -> tuple[str, int]:
+    """Return the key that limits sequences, and its value; 0: there is no limit."""
+    if plan.feeds_on == "data":
+        return "data.max_length", config.data.max_length if config.data else 0
+    return "rollout.max_context", config.rollout.max_context
+
+
+def _of_forecast(forecast: Forecast, case: Case, one: RolePlan, tracer: Tracer | None, *, start: bool) -> Predicted:
     if case.sizes.pipeline > 1:
         found = [forecast.formulas(evolve(case, stage=stage)) for stage in range(case.sizes.pipeline)]
         stages = tuple(_ordered(_with_copies(peaks, one)) for peaks in found)
@@ -130,6 +156,7 @@ def _of_terms(one: RolePlan, role: Role, gpu: bool) -> dict[Phase, Peak]:
         return sum(
             term.bytes for term in one.memory
             if term.when == when and term.place in places and (term.kept_asleep or not asleep)
+            and not (gpu and term.gpu_share)
         )  # fmt: skip
 
     device: tuple[str, ...] = ("", "gpu") if gpu else ("",)
@@ -149,7 +176,7 @@ def case_of(config: Config, roles: Roles, plan: Plan, one: RolePlan, forecast: F
     """Return the case of a role: the largest forward and backward pass that a rank computes."""
     role, facts = roles[one.role], roles.algorithm
     sizes = forecast.sizes(one.ranks)
-    limit = (config.data.max_length if config.data else 0) if plan.feeds_on == "data" else config.rollout.max_context
+    limit = _limit(config, plan)[1]
     longest = limit or forecast.model.max_positions or forecast.tokens
     sequences = facts.records_per_step or (facts.group_size or 0) * (facts.groups_per_step or 0)
     sequences *= 2 if facts.data_format == "pairs" else 1
@@ -160,6 +187,7 @@ def case_of(config: Config, roles: Roles, plan: Plan, one: RolePlan, forecast: F
     return Case(
         forecast.settings, forecast.model, sizes, role.trained, "cpu" if one.devices[0] == "cpu" else "gpu", tokens,
         min(longest, tokens), -(-of_step // max(1, tokens)), outputs=_outputs(roles, one.role, role),
+        teacher=forecast.teacher,
     )  # fmt: skip
 
 
@@ -168,4 +196,5 @@ def _outputs(roles: Roles, name: str, role: Role) -> tuple[str, ...]:
     for loss in roles.of(LossFacts).values():
         wanted |= loss.outputs_needed if loss.role == name else frozenset()
     usual = {"logprobs"} & roles.outputs_of(name) or {"values"} & roles.outputs_of(name)
-    return tuple(sorted((wanted & roles.outputs_of(name)) or usual))
+    found = (wanted & roles.outputs_of(name)) or usual
+    return tuple(sorted(f"{one}:{TOPK}" if one in ("topk_ids", "topk_logprobs") else one for one in found))

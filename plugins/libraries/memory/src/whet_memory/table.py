@@ -26,6 +26,8 @@ def lines(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterat
         yield f"  {', '.join(name for name, one in predicted.items() if _source(one) == words)}: {words}"
     if names := [name for name, one in predicted.items() if one.stages]:
         yield f"  {', '.join(names)}: of one rank of each pipeline stage, from the first to the last"
+    for words in dict.fromkeys(one.note for one in predicted.values() if one.note):
+        yield f"  {', '.join(name for name, one in predicted.items() if one.note == words)}: {words}"
     for name, one in predicted.items():
         if one.why:
             yield f"  {name} was not traced: {one.why}"
@@ -40,19 +42,19 @@ def _rows(predicted: Mapping[str, Predicted], found: Sequence[Moment]) -> Iterat
     for name, one in predicted.items():
         for phase, peak in one.peaks.items():
             own = " | ".join(_of_one(stage[phase]) for stage in one.stages) or _of_one(peak)
+            own += " + cache" if one.share and phase in ("idle", "generation") else ""
             here = [moment for moment in found if (moment.role, moment.phase) == (name, phase)]
             worst = [
                 max(group, key=lambda moment: (moment.share, moment.needs))
                 for group in ([m for m in here if m.place != HOST], [m for m in here if m.place == HOST]) if group
             ]  # fmt: skip
-            yield name, phase, own, "; ".join(map(_words, worst))
+            yield name, phase, own, "; ".join(_words(moment, found) for moment in worst)
 
 
 def _of_one(peak: Peak) -> str:
     return size(peak.device) + (f" + {size(peak.host)} host" if peak.host else "")
 
 
-def _words(moment: Moment) -> str:
-    where = "host" if moment.place == HOST else moment.place
+def _words(moment: Moment, found: Sequence[Moment]) -> str:
     of = f" of {size(moment.has)}" if moment.has is not None else ""
-    return f"{where}: {size(moment.needs)}{of}{'' if moment.fits else '  DOES NOT FIT'}"
+    return f"{moment.where(found)}: {size(moment.needs)}{of}{'' if moment.fits else '  DOES NOT FIT'}"

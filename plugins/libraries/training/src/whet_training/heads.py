@@ -1,7 +1,14 @@
 """What a backend says of its models: the outputs of a head, and the teacher beside the policy."""
 
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final
+
+from whet.component import Problem
 from whet.data.model_info import ModelInfo, locate, read_model
 from whet.errors import ConfigError
+
+KEY: Final = "backend.teacher"
 
 
 def outputs_of(head: str, teacher: str) -> frozenset[str]:
@@ -12,10 +19,29 @@ def outputs_of(head: str, teacher: str) -> frozenset[str]:
     return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
 
 
-def read_teacher(teacher: str, policy: ModelInfo) -> ModelInfo:
-    """Return the facts of a teacher. Raises `ConfigError` if its vocabulary is of another size than the policy's."""
-    info = read_model(locate(teacher), policy.dtype, policy.trust_remote_code)
+def read_teacher(teacher: str, policy: ModelInfo, *, config_only: bool = False) -> ModelInfo:
+    """Return the facts of a teacher. Raises `ConfigError` if there is none, or it does not share the vocabulary."""
+    try:
+        info = read_model(locate(teacher, config_only=config_only), policy.dtype, policy.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"{KEY}: {str(error).removeprefix('model.path: ')}") from error
     if info.vocab_size != policy.vocab_size:
         sizes = f"{info.vocab_size} tokens, the model that is trained {policy.vocab_size}"
-        raise ConfigError(f"backend.teacher: {info.path} has a vocabulary of {sizes}; they must share one")
+        raise ConfigError(f"{KEY}: {info.path} has a vocabulary of {sizes}; they must share one")
     return info
+
+
+def known_teacher(teacher: str, policy: ModelInfo) -> ModelInfo | None:
+    """Return the facts of a teacher for planning. None: there is none, or `teacher_problems` refuses it."""
+    with suppress(ConfigError):
+        return read_teacher(teacher, policy, config_only=True) if teacher else None
+    return None
+
+
+def teacher_problems(teacher: str, policy: ModelInfo) -> Iterator[Problem]:
+    """Yield why a model cannot be a teacher, if one is named. Paths are within the backend's section."""
+    try:
+        if teacher:
+            read_teacher(teacher, policy, config_only=True)
+    except ConfigError as error:
+        yield Problem("teacher", str(error).removeprefix(f"{KEY}: "))

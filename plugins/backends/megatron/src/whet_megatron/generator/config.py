@@ -93,7 +93,7 @@ def memory_of(config: MegatronGeneratorConfig, model: ModelInfo, ranks: int, tra
     if config.weights == "own":
         weights = sum(memory.held(config.parallel.sizes, read(model), VOCABULARY_MULTIPLE)) * DTYPE_BYTES[model.dtype]
         change = "raise generator.parallel.tensor, or take generator.weights: shared"
-        yield MemoryTerm(f"weights in {model.dtype}", weights, change=change)
+        yield MemoryTerm(f"weights in {model.dtype}", weights, woken="weights", change=change)
     cache = int(config.cache_gib * 2**30)
     yield MemoryTerm("keys and values", cache, kept_asleep=False, change="lower generator.cache_gib")
 
