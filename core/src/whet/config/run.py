@@ -52,15 +52,15 @@ class KeepBestSection:
     metric: str = field(validator=min_len(1))
     """A metric of the step that is saved, e.g. `evaluation/test/correct` or `validation/loss`."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether the largest or the smallest value is the best. `auto`: the smallest of metrics that end in `loss`, `nll`
-    or `perplexity`, else the largest. Of equal values the first is."""
+    """Whether the largest or the smallest value is the best. `auto`: the smallest of metrics that end in `loss` or
+    `perplexity`, else the largest. Of equal values the first is."""
     count: int = field(default=1, validator=between(1, GROUP))
     """Number of checkpoints to keep, the best ones."""
 
     @property
     def smallest(self) -> bool:
         """Return whether the smallest value is the best."""
-        return self.mode == "min" or (self.mode == "auto" and self.metric.endswith(("loss", "nll", "perplexity")))
+        return self.mode == "min" or (self.mode == "auto" and self.metric.endswith(("loss", "perplexity")))
 
 
 @frozen
