@@ -33,6 +33,7 @@ def test_shared_weights_take_no_memory_and_no_way_but_in_place() -> None:
     assert own.memory is not None
     terms = {term.what: term.bytes for term in own.memory(1, False)}
     assert {term.what for term in shared.memory(1, False)} == {"keys and values"}
+    assert [term.woken for term in own.memory(1, False)] == ["weights", ""], "they wake for a weight sync"
     # embedding with 384 rows, final norm; of each layer queries, keys, values and their output, three matrices, norms
     attention, norms = 128 * 16 * (2 * 8 + 2 * 4), 2 * 128 + 2 * 16
     assert terms["weights in float32"] == 4 * (384 * 128 + 128 + 4 * (attention + 3 * 128 * 384 + norms))

@@ -68,6 +68,14 @@ class EngineContract(ComponentContract):
 
         assert held() == [4 * MODEL.parameters, int(CPU_CACHE_GIB * 2**30)]
         assert held(dtype="bfloat16", cache_gib=0.5) == [2 * MODEL.parameters, 2**29]
+        memory = self.facts().memory
+        assert memory is not None
+        assert [term.woken for term in memory(1, False)] == ["adapter", ""], "an engine wakes for any weight sync"
+
+    def test_processes_that_cannot_share_the_heads_are_refused(self) -> None:
+        found = self.facts(tensor_parallel=3).problems
+        assert found is not None
+        assert [problem.path for problem in found(1)] == ["tensor_parallel"]
 
     def test_the_engine_is_among_what_its_workers_stand_on(self) -> None:
         assert self.engine.package in self.facts().packages
