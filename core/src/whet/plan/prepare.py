@@ -76,10 +76,9 @@ class Prepared:
         plan, cluster = self.plan, self.config.cluster
         refusals = plan.refusals
         if only:
-            some = [plan.role(name) for name in only]
-            found = rooms(cluster, self.roles, some, plan.turns, self.machine)
-            wrong = memory_problems(cluster, found, self.machine, self.roles, some)
-            refusals = placed(map(str, wrong), self.loaded.layers)
+            some, table = [plan.role(name) for name in only], self.roles
+            found = rooms(cluster, table, some, plan.turns, self.machine)
+            refusals = placed(map(str, memory_problems(cluster, found, self.machine, table, some)), self.loaded.layers)
         if problems := [*dict.fromkeys((*plan.warnings, *refusals))]:
             raise ConfigError(problems)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 from whet.component import Problem
@@ -22,13 +24,20 @@ def outputs_of(head: str, teacher: str) -> frozenset[str]:
 def read_teacher(teacher: str, policy: ModelInfo, *, config_only: bool = False) -> ModelInfo:
     """Return the facts of a teacher. Raises `ConfigError` if there is none, or it does not share the vocabulary."""
     try:
-        info = read_model(locate(teacher, config_only=config_only), policy.dtype, policy.trust_remote_code)
+        folder = _planned(teacher) if config_only else locate(teacher)
+        info = read_model(folder, policy.dtype, policy.trust_remote_code)
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {str(error).removeprefix('model.path: ')}") from error
     if info.vocab_size != policy.vocab_size:
         sizes = f"{info.vocab_size} tokens, the model that is trained {policy.vocab_size}"
         raise ConfigError(f"{KEY}: {info.path} has a vocabulary of {sizes}; they must share one")
     return info
+
+
+@cache
+def _planned(teacher: str) -> Path:
+    """Return the folder of a model without its weights. A plan asks several times, and the hub answers slowly."""
+    return locate(teacher, config_only=True)
 
 
 def known_teacher(teacher: str, policy: ModelInfo) -> ModelInfo | None:
