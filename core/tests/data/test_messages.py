@@ -42,7 +42,7 @@ def test_conversations_are_read_from_what_people_write(written):
             "a part .* must be a text, .*found {'type': 'text'}",
         ),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "a part of a message must be a text.*5"),
-        ({"role": "user", "content": "hi"}, "needs `role` and `content`"),
+        ({"role": "user"}, "needs `role` and `content`"),
         (7, "string or a list of messages, found 7"),
     ],
 )
@@ -53,3 +53,7 @@ def test_what_is_no_conversation_is_named(written, complaint):
 
 def test_conversations_are_hashable():
     assert len({conversation("hi"), conversation([{"role": "user", "content": "hi"}])}) == 1
+
+
+def test_one_message_may_be_a_dict() -> None:
+    assert conversation({"role": "user", "content": "hi"}) == (Message("user", "hi"),)

@@ -62,16 +62,22 @@ def test_finite_numbers_of_any_kind_pass() -> None:
     assert all(type(value) is float for value in checked.values())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, [1.0], complex(1, 0)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", "3", None, [1.0], complex(1, 0)])
 def test_a_reward_that_is_no_finite_number_is_refused_by_name(value: object) -> None:
     with pytest.raises(EpisodeError, match=r"'sums' gave the reward 'correct' = .*, wanted a finite number"):
         checked_rewards({"fine": 1.0, "correct": value}, "sums")
 
 
-@pytest.mark.parametrize("rewards", [None, 1.0, {}, [], [("correct", 1.0)], "correct"])
+@pytest.mark.parametrize("rewards", [None, 1.0, [], [("correct", 1.0)], "correct"])
 def test_what_is_no_mapping_of_rewards_is_refused(rewards: object) -> None:
     with pytest.raises(EpisodeError, match=r"'sums' returned .*, wanted a mapping"):
         checked_rewards(rewards, "sums")
+
+
+@pytest.mark.parametrize("name", ["mean", "greedy", "pass@1"])
+def test_a_reward_with_the_name_of_another_metric_is_refused(name: str) -> None:
+    with pytest.raises(EpisodeError, match="metrics of other things have this name; rename it"):
+        checked_rewards({name: 1.0}, "sums")
 
 
 def test_a_long_reward_is_quoted_short() -> None:

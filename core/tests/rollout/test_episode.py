@@ -13,6 +13,7 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
 from whet.plugins.features import chats
 from whet.rollout.episode import EpisodeFailed
+from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet_testing.fakes import ByteChat, FakeGenerator
@@ -370,6 +371,28 @@ def test_a_group_of_errors_means_what_it_holds(errors: list[Exception], raised: 
     assert len(generator.requests) == attempts
 
 
+def test_an_episode_that_records_no_reward_is_not_played_again() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("?")
+        return {}
+
+    environment, generator = Played(run), FakeGenerator("a")
+    episode = play(environment, generator, retries=2)
+    assert (episode.rewards, episode.reward, len(generator.requests)) == ({}, 0.0, 1)
+
+
+def test_what_an_episode_does_to_its_task_reaches_no_other_episode() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("?")
+        task.data["seen"].append(model.episode.sample)
+        return {"seen": float(len(task.data["seen"]))}
+
+    assignment = assigned(Played(run), task=Task("hello", {"seen": []}))
+    group = asyncio.run(make_player(FakeGenerator("a")).group(assignment, 3))
+    assert [episode.rewards["seen"] for episode in group.episodes] == [1.0, 1.0, 1.0]
+    assert assignment.task.data == {"seen": []}
+
+
 def test_only_the_reward_that_nobody_can_decide_about_is_0() -> None:
     def grade(text: str, data: Any) -> float:
         raise Undecided("it needs too much")
@@ -387,9 +410,8 @@ async def _nan(task: Task, model: Model) -> Mapping[str, float]:
     return {"correct": float("nan")}
 
 
-async def _no_rewards(task: Task, model: Model) -> Mapping[str, float]:
+async def _no_rewards(task: Task, model: Model) -> Any:
     await model.reply("a")
-    return {}
 
 
 async def _bug(task: Task, model: Model) -> Mapping[str, float]:
@@ -410,6 +432,20 @@ async def _for_ever(task: Task, model: Model) -> Mapping[str, float]:
             await model.reply("more")
 
 
+def _not_async(task: Task, model: Model) -> Any:
+    return {"correct": 1.0}
+
+
+async def _nothing_said(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply([])
+    return {"correct": 1.0}
+
+
+async def _no_room(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("?", max_tokens=0)
+    return {"correct": 1.0}
+
+
 async def _at_once(task: Task, model: Model) -> Mapping[str, float]:
     await asyncio.gather(model.reply("a"), model.reply("b"))
     return {"correct": 1.0}
@@ -421,6 +457,8 @@ async def _at_once(task: Task, model: Model) -> Mapping[str, float]:
         (_no_question, "without asking the model anything"),
         (_nan, r"reward 'correct' = nan, wanted a finite number"),
         (_no_rewards, "wanted a mapping of reward names"),
+        (_nothing_said, "asked the model without a message"),
+        (_no_room, "a response of at most 0 tokens"),
         (_bug, "ZeroDivisionError: whoops"),
         (_exit, "SystemExit: 3"),
         (_cancelled, "CancelledError"),
@@ -432,6 +470,13 @@ def test_what_goes_wrong_in_an_episode_is_named(run: Any, message: str) -> None:
     context = 100 if run is _for_ever else 0
     with pytest.raises(EpisodeFailed, match=rf"(?s)'puzzle', task 3, sample 0 failed once; last: .*{message}"):
         play(Played(run), FakeGenerator("x"), deadline_seconds=0.3, max_context=context)
+
+
+def test_a_method_that_is_not_async_is_named_at_once() -> None:
+    with pytest.raises(
+        BrokenEnvironment, match=r"'puzzle': `run` returned dict and no coroutine; write `async"
+    ):
+        play(Played(_not_async), FakeGenerator("x"))
 
 
 def _broken(change: Callable[[Completion], Completion]) -> FakeGenerator:

@@ -93,12 +93,12 @@ class Message:
 Conversation = tuple[Message, ...]
 
 
-def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]") -> Conversation:
-    """Return a conversation from a string (one user message), records or dicts. Raises `DataError`."""
+def conversation(value: "str | Message | Mapping[str, Any] | Iterable[Message | Mapping[str, Any]]") -> Conversation:
+    """Return a conversation from a string (one user message), a record or dict, or several. Raises `DataError`."""
     if isinstance(value, str):
         return (Message("user", value),)
-    if isinstance(value, Message):
-        return (value,)
+    if isinstance(value, Message | Mapping):
+        return (value if isinstance(value, Message) else _message(value),)
     if not isinstance(value, Iterable):
         raise DataError(f"a conversation must be a string or a list of messages, found {value!r:.120}")
     return tuple(item if isinstance(item, Message) else _message(item) for item in value)

@@ -97,7 +97,8 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
             except EpisodeFailed as error:
                 failures.append(error)
                 return None
-        if not isinstance(route.environment, GroupRewarding):
+        lacks = episode.undecided or episode.context_full or any(t.rewards is not None for t in episode.trajectories)
+        if not (lacks or isinstance(route.environment, GroupRewarding)):
             route.scoring.passing(episode)  # raises now, rather than at the end, if there is no such reward
         return episode
 

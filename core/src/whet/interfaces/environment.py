@@ -21,7 +21,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
@@ -348,19 +348,26 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
     return answer or None
 
 
-def checked_rewards(rewards: object, environment: str, *, further: bool = False) -> dict[str, float]:
+_RESERVED: Final = frozenset({"mean", "std", "greedy", "response_length", "dropped", "undecided"})
+"""Names of metrics beside those of rewards."""
+
+
+def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
     """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers.
 
-    `further`: the episode has other rewards, so the mapping may be empty.
+    An episode without rewards counts as 0.
     """
-    if not isinstance(rewards, Mapping) or not (rewards or further):
+    if not isinstance(rewards, Mapping):
         raise EpisodeError(
             f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"
         )
     checked = {}
     for name, value in rewards.items():
+        if name in _RESERVED or str(name).startswith(("pass@", "maj@")):
+            words = "metrics of other things have this name; rename it"
+            raise EpisodeError(f"environment {environment!r} gave the reward {name!r}; {words}")
         try:
-            number = float(value)
+            number = math.nan if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):

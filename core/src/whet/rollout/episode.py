@@ -1,9 +1,14 @@
 """One episode: an environment drives the model. A failed episode is played again; a finished one becomes a record."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from copy import deepcopy
+from functools import lru_cache
+from inspect import isawaitable
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -16,6 +21,8 @@ from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.recorded import Assignment, RecordedModel, Sequences
 from whet.rollout.rewards import addressed, total_reward, with_rewards
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
@@ -70,13 +77,14 @@ class Player(Sequences):
             return episodes
         try:
             async with self._time_limit():
-                given = await environment.group_rewards(assignment.task, tuple(episodes))
+                coroutine = environment.group_rewards(assignment.task, tuple(episodes))
+                given = await _coroutine(coroutine, "group_rewards", assignment.route.name)
             if not isinstance(given, Sequence) or len(given) != len(episodes):
                 found = f"{len(given)} items" if isinstance(given, Sequence) else repr(given)[:60]
                 raise EpisodeError(f"group_rewards gave {found}, wanted a mapping for each of {len(episodes)} episodes")
-            further = [checked_rewards(one, assignment.route.name, further=True) for one in given]
+            further = [checked_rewards(one, assignment.route.name) for one in given]
             return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
-        except WorkerError:
+        except (WorkerError, BrokenEnvironment):
             raise
         except BaseException as error:  # as of an episode
             if isinstance(error, asyncio.CancelledError) and (now := asyncio.current_task()) and now.cancelling():
@@ -140,9 +148,12 @@ class Player(Sequences):
             try:
                 async with self._time_limit():
                     with ungrouped():
-                        given = await route.environment.run(assignment.task, model)
-                further = bool(model.recorded) or isinstance(route.environment, GroupRewarding)
-                rewards = checked_rewards(given, route.name, further=further)
+                        # Each episode has data of its own: what one changes must not reach another one of its group.
+                        task = evolve(assignment.task, data=deepcopy(assignment.task.data))
+                        given = await _coroutine(route.environment.run(task, model), "run", route.name)
+                rewards = checked_rewards(given, route.name)
+                if not (rewards or model.recorded or isinstance(route.environment, GroupRewarding)):
+                    _note_no_reward(route.name)
             except (Undecided, ContextFull) as error:
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
                 note_undecided(error)
@@ -181,6 +192,19 @@ class Player(Sequences):
             raise InfrastructureError(
                 f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
             ) from None
+
+
+def _coroutine(found: Any, method: str, environment: str) -> Awaitable[Any]:
+    """Return what a method of an environment returned, or raise `BrokenEnvironment` if it cannot be awaited."""
+    if not isawaitable(found):
+        words = f"`{method}` returned {type(found).__name__} and no coroutine; write `async def {method}`"
+        raise BrokenEnvironment(f"environment {environment!r}: {words}")
+    return found
+
+
+@lru_cache
+def _note_no_reward(environment: str) -> None:
+    logger.warning("environment %r: an episode has no rewards, which counts as 0", environment)
 
 
 def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:

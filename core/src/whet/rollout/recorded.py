@@ -206,15 +206,19 @@ class RecordedModel:
         temperature: float | None = None, prefill: str = "",
     ) -> Reply:  # fmt: skip
         """See `Model.reply`. Raises `ContextFull`, or `EpisodeError` if a first prompt does not fit."""
-        own = self._shared.sampling
+        own, asked = self._shared.sampling, conversation(messages)
+        if max_tokens is not None and max_tokens < 1:
+            raise EpisodeError(f"it asked for a response of at most {max_tokens} tokens, wanted at least 1")
+        if not (asked or self.messages):
+            raise EpisodeError("it asked the model without a message; begin with one")
         sampling = evolve(
             own,
-            max_tokens=own.max_tokens if max_tokens is None else max(1, min(max_tokens, own.max_tokens)),
+            max_tokens=own.max_tokens if max_tokens is None else min(max_tokens, own.max_tokens),
             temperature=own.temperature if temperature is None else temperature,
             stop=(*own.stop, *stop),
         )
         try:
-            turn = await self.turn(conversation(messages), sampling, prefill=prefill)
+            turn = await self.turn(asked, sampling, prefill=prefill)
         except ContextFull as error:
             if len(self._parts[-1].tokens):
                 raise

@@ -265,6 +265,18 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_the_episode_goes_on() -> No
     assert play(agent, FakeGenerator("yes"), max_context=40).turns == 1
 
 
+def test_an_agent_that_fails_when_its_context_is_full_ends_its_episode() -> None:
+    async def agent(client: Client) -> None:
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": await client.text("a")}]
+        further = {"role": "user", "content": "a" * 100}
+        reply = await client.post("/chat/completions", {"messages": [*said, further]})
+        raise RuntimeError(reply["error"]["code"])
+
+    generator = FakeGenerator("yes")
+    episode = play(agent, generator, max_context=40)
+    assert (episode.turns, bool(episode.context_full), len(generator.requests)) == (1, True, 1)
+
+
 class Strict(ByteChat):
     """A template that wants one user first, and one that drops what was said."""
 

@@ -58,6 +58,8 @@ class FailureScope(AbstractAsyncContextManager["FailureScope"]):
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.full: ContextFull | None = None
+        """Why the last request was refused, if the context had no room for it."""
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
 
@@ -77,6 +79,8 @@ class FailureScope(AbstractAsyncContextManager["FailureScope"]):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
+        if self.full is not None and isinstance(value, Exception):
+            raise self.full from value  # the agent does not go on after the refusal: the episode ends here
         if self.error is None or task is None:
             return
         if task.uncancel() > self._cancelling and kind is asyncio.CancelledError:
@@ -117,11 +121,13 @@ class EpisodeResponder:
 
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Play a request as a turn. A failure that is not the request's own fails the episode."""
+        self._scope.full = None
         try:
             return await self._choices(request, listen)
         except ApiError:
             raise
         except ContextFull as error:
+            self._scope.full = error if self.conversations() else None
             raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
         except Exception as error:  # the edge: any other error fails the episode, and the agent learns nothing of it
             self._scope.fail(error)

@@ -75,7 +75,7 @@ class EnvironmentWorker:
         model = RemoteModel(playing, EpisodeInfo(**info))
 
         async def run() -> Any:
-            return checked_rewards(await self._environment.run(task, model), self._name, further=True)
+            return checked_rewards(await self._environment.run(task, model), self._name)
 
         return await self._begun(number, playing, run)
 
@@ -86,7 +86,7 @@ class EnvironmentWorker:
             given = await self._environment.group_rewards(task, tuple(episodes))
             if not isinstance(given, Sequence):
                 raise EpisodeError(f"group_rewards gave {given!r:.60}, wanted a sequence")
-            return [checked_rewards(one, self._name, further=True) for one in given]
+            return [checked_rewards(one, self._name) for one in given]
 
         return await self._begun(number, Playing(), run)
 

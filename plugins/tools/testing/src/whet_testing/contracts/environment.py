@@ -243,7 +243,7 @@ class EnvironmentContract:
                 backwards = asyncio.run(environment.group_rewards(task, some[::-1]))[::-1]
             assert len(forwards) == len(some), "wanted a mapping for each episode"
             for one, again, episode in zip(forwards, backwards, some, strict=True):
-                assert checked_rewards(one, "it", further=True) == pytest.approx(dict(again))
+                assert checked_rewards(one, "it") == pytest.approx(dict(again))
                 assert not set(one) & set(episode.rewards), "the episode has a reward of this name already"
 
     def test_a_curriculum_changes_tasks_and_not_the_split(self, environment: Environment) -> None:
@@ -350,8 +350,7 @@ class EnvironmentContract:
 async def played(environment: Environment, task: Task, model: FakeModel) -> dict[str, float]:
     """Return the rewards of an episode, those that it records included."""
     given = await environment.run(task, model)
-    further = isinstance(environment, GroupRewarding) or any(one.rewards for one in model._sequences())
-    return model.rewarded(checked_rewards(given, "it", further=further))
+    return model.rewarded(checked_rewards(given, "it"))
 
 
 def _total(environment: Environment, rewards: Mapping[str, float]) -> float:
