@@ -473,9 +473,7 @@ def test_what_goes_wrong_in_an_episode_is_named(run: Any, message: str) -> None:
 
 
 def test_a_method_that_is_not_async_is_named_at_once() -> None:
-    with pytest.raises(
-        BrokenEnvironment, match=r"'puzzle': `run` returned dict and no coroutine; write `async"
-    ):
+    with pytest.raises(BrokenEnvironment, match=r"'puzzle': `run` returned dict and no coroutine; write `async"):
         play(Played(_not_async), FakeGenerator("x"))
 
 
