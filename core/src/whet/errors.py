@@ -28,9 +28,14 @@ def place_of(error: BaseException) -> str:
     If the place is in a library, also return the last place before it that is outside of libraries.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_libraries()))]
+    own = outside_libraries(frames)
     places = [f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in (*frames[-1:], *own[-1:])]
     return ", called from ".join(dict.fromkeys(places))
+
+
+def outside_libraries(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames that are neither Python's own code nor installed packages nor whet's core."""
+    return [frame for frame in frames if not frame.filename.startswith(("<", *_libraries()))]
 
 
 @functools.cache

@@ -134,6 +134,27 @@ def test_episodes_are_told_by_where_they_wait():
         loop.close()
 
 
+def test_code_that_keeps_episodes_waiting_is_told_first():
+    began, over = threading.Event(), threading.Event()
+
+    async def blocking() -> None:
+        began.set()
+        over.wait(30)
+
+    loop = EpisodeLoop()
+    try:
+        done = asyncio.run_coroutine_threadsafe(blocking(), loop._loop)
+        began.wait(10)
+        where = loop.where()
+        over.set()
+        done.result(10)
+        assert where[0].startswith("running test_stall_monitor.py:")
+        assert where[0].endswith(" in blocking, all others wait")
+        assert not any(place.startswith("running") for place in loop.where())
+    finally:
+        loop.close()
+
+
 def test_the_thread_tells_by_itself_and_ends(spans, tmp_path, capfd):
     monitor = StallMonitor(spans, tmp_path / "waits.log", 0.05)
     with spans.phase("backend", "train"):

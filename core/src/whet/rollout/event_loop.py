@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.errors import WhetError
+from whet.errors import WhetError, outside_libraries
 from whet.runtime.threads import watched
 
 Result = TypeVar("Result")
@@ -67,12 +67,18 @@ class EpisodeLoop:
         return self.run(calling())
 
     def where(self) -> list[str]:
-        """Return the places where tasks wait, the most common first, e.g. `8 at environment.py:60 in run`."""
+        """Return the places where tasks wait, the most common first, e.g. `8 at environment.py:60 in run`.
+
+        Before them comes the place of code that runs just now: it keeps all others waiting if it does not await.
+        """
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        running = outside_libraries(traceback.extract_stack(frame))[-1:] if frame else []
+        busy = [f"running {Path(one.filename).name}:{one.lineno} in {one.name}, all others wait" for one in running]
         try:
             places = Counter(place for task in asyncio.all_tasks(self._loop) if (place := _place(task)))
         except RuntimeError:  # tasks came and went while they were counted
-            return []
-        return [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
+            return busy
+        return busy + [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine that cleans up. Return whether it ended within a few seconds."""
