@@ -272,6 +272,9 @@ def test_ranks_that_train_do_not_share_a_gpu():
 def test_a_role_is_not_left_on_the_cpu_beside_roles_with_gpus_by_oversight():
     _, (problem,) = plan_of(make_config(cluster=ClusterSection(gpus={"backend": 4})), ENGINE, Machine(8, gpus=8))
     assert str(problem).startswith("cluster.gpus.generator: is missing, and generator shares the devices of backend")
+    config = make_config(cluster=ClusterSection(gpus={"generator": 2}))
+    roles = make_roles(config, ENGINE)
+    assert make_plan(config, MODEL, roles, Machine(8, gpus=8), trains=False)[1] == [], "it starts no backend"
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class ClusterSection:
     ranks: dict[str, int] = field(factory=dict, validator=_RANKS)
     """Number of worker processes of each role; 1 for a role that is not named."""
     gpus: dict[str, int] = field(factory=dict, validator=_GPUS)
-    """Number of GPUs of each role; none named: the CPU. One rank for each GPU unless `ranks` states otherwise."""
+    """Number of GPUs of each role; none named: the CPU. A role that shares the devices of roles with GPUs must be
+    named, with 0 for the CPU. One rank for each GPU unless `ranks` states otherwise."""
     threads: dict[str, int] = field(factory=dict, validator=_RANKS)
     """Compute threads of each rank of a role. By default the machine's cores are divided among the ranks that work at
     the same time."""

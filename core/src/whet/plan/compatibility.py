@@ -277,7 +277,7 @@ def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
             words = "inline workers live in the driver, and in its Python"
             yield Problem(f"cluster.python.{name}", f"{words}; remove this, or choose cluster.workers: process")
     yield from _nodes(cluster, roles)
-    yield from gpus_apart(roles, cluster.gpus)
+    yield from gpus_apart(roles)
     for role in roles:
         for problem in role.facts.problems(role.ranks) if role.facts.problems else ():
             yield Problem(f"{role.path}.{problem.path}", problem.message)

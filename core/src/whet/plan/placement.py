@@ -104,8 +104,8 @@ def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
     return tuple("cuda:" + ",".join(str(place + i) for i in range(each)) if gpus else "cpu" for place in places)
 
 
-def gpus_apart(roles: Roles, stated: Collection[str]) -> Iterator[Problem]:
-    """Find roles whose GPUs cannot be dealt out to their ranks. `stated`: the roles of `cluster.gpus`."""
+def gpus_apart(roles: Roles) -> Iterator[Problem]:
+    """Find roles whose GPUs cannot be dealt out to their ranks."""
     for role in roles:
         gpus, each = role.gpus, role.facts.processes
         if gpus % each:
@@ -115,13 +115,19 @@ def gpus_apart(roles: Roles, stated: Collection[str]) -> Iterator[Problem]:
             yield Problem(f"cluster.ranks.{role.name}", f"{words}; leave the ranks out, or raise the GPUs")
     for group in roles.groups:
         taken = {name: roles[name].facts.processes for name in group if roles[name].gpus}
-        for name in (name for name in group if taken and name in roles.names and name not in stated):
-            words = f"is missing, and {name} shares the devices of {next(iter(taken))}; state its GPUs, 0 for the CPU"
-            yield Problem(f"cluster.gpus.{name}", words)
         if any(more % less for less, more in pairwise(sorted(taken.values()))):
             listed = ", ".join(f"{name} {each}" for name, each in taken.items())
             words = "wanted numbers of which the smaller divide the larger"
             yield Problem("cluster.colocate", f"of roles that share GPUs, a rank takes {listed}; {words}")
+
+
+def gpus_unstated(roles: Roles, stated: Collection[str]) -> Iterator[Problem]:
+    """Find roles that share the devices of roles with GPUs and are not among those of `cluster.gpus`."""
+    for group in roles.groups:
+        taken = [name for name in group if name in roles.names and roles[name].gpus]
+        for name in (name for name in group if taken and name in roles.names and name not in stated):
+            words = f"is missing, and {name} shares the devices of {taken[0]}; state its GPUs, 0 for the CPU"
+            yield Problem(f"cluster.gpus.{name}", words)
 
 
 def connected(items: Iterable[tuple[T, Collection[Hashable]]]) -> list[list[T]]:

@@ -19,7 +19,7 @@ from whet.plan.colocation import find_turns
 from whet.plan.compatibility import config_problems
 from whet.plan.evaluation import with_answers
 from whet.plan.memory import Room, memory_problems, rooms
-from whet.plan.placement import Machine, RolePlan, Way, plan_role, way_of
+from whet.plan.placement import Machine, RolePlan, Way, gpus_unstated, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
 from whet.plan.roles import Roles, selections
 
@@ -121,6 +121,7 @@ def make_plan(
     inline, staleness = config.cluster.workers == "inline", config.rollout.max_staleness
     turns, of_turns, sleepless = find_turns(config.cluster.offload, staleness, config.endpoint.serve, roles)
     problems = [*config_problems(config, model, roles, feeds_on, models or {}), *sleepless]
+    problems += gpus_unstated(roles, config.cluster.gpus) if trains else ()  # other jobs start some of the roles
     ways, notes = dict[str, Way](), [*dict.fromkeys(note for path in sorted(facts) for note in facts[path].notes)]
     for role in roles if trains else ():
         try:

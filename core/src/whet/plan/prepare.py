@@ -132,7 +132,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
-    notes += [*_unsaid(cluster, target), *_outside(folder, roles.selections), *recognised]
+    notes += [*_unsaid(cluster, target, roles), *_outside(folder, roles.selections), *recognised]
     notes += keep_best_notes(config.run, config.evaluation, getattr(config.algorithm.config, "validate_every", 0))
     plan = evolve(
         plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
@@ -158,11 +158,11 @@ def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
         yield Problem("weight_sync.probe.every", f"is {section.every}; {missing}, or set 0 to run without checks")
 
 
-def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:
+def _unsaid(cluster: "ClusterSection", target: Machine, roles: Roles) -> Iterator[str]:
     """Return notes on GPUs that nobody uses, and on what is not known of a machine that is described."""
     if not any(cluster.gpus.values()) and any(node.gpus for node in target.nodes):
-        count = target.gpus or 1
-        yield f"no role computes on a GPU, and there are some; state cluster.gpus, e.g. {{backend: {count}}}"
+        each = ", ".join(f"{name}: {target.gpus or 1}" for name in roles["backend"].group)
+        yield f"no role computes on a GPU, and there are some; state cluster.gpus, e.g. {{{each}}}"
     if not target.given:
         return
     if target.others and not joins(cluster):

@@ -42,7 +42,7 @@ FREE = {
         "record",
     ),
     "model": ("path", "revision"),
-    "data": ("train", "validation"),
+    "data": ("train", "validation", "max_too_long"),
 }  # fmt: skip
 """Keys of each section that may change between the run attempts of a run."""
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")

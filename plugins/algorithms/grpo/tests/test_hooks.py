@@ -24,7 +24,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
             "algorithm": {"use": "grpo", "prompts_per_step": 2, "group_size": 4, **algorithm},
             "backend": {"use": "fsdp2", **(backend or {})},
             "generator": {"use": "hf"},
-            "rollout": {"max_tokens": 16, "max_context": 64},
+            "rollout": {"max_tokens": 16},
             "environments": [{"use": "arithmetic"}],
         }
         (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
@@ -123,7 +123,6 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
         ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
         ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),
-        ({"overlong": {"penalty": 1.0, "length": 99}}, "algorithm.overlong.length", "the penalty begins at 99 tokens"),
         ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),
         ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
         ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),

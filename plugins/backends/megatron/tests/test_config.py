@@ -268,7 +268,7 @@ def test_what_is_wrong_with_an_adapter_by_itself_is_refused_by_its_key():
 @pytest.mark.parametrize(
     ("cluster", "refused"),
     [({}, True), ({"colocate": [["backend", "critic"]]}, True), ({"colocate": [["critic"]]}, False),
-     ({"python": {"critic": "other"}}, False)],
+     ({"colocate": []}, False), ({"python": {"critic": "other"}}, False)],
 )  # fmt: skip
 def test_roles_of_the_same_processes_have_axes_of_equal_sizes(cluster, refused):
     backend, critic = (SimpleNamespace(config=MegatronConfig(parallel=ParallelConfig(tensor=n))) for n in (2, 1))

@@ -68,6 +68,8 @@ def test_turns_under_another_name_and_as_text_are_read(laid_out):
     for column in ("prompt", "completion", "chosen", "rejected"):
         assert one(laid_out({column: json.dumps(MESSAGES)}))[column] == MESSAGES
         assert one(laid_out({column: json.dumps(turns)}))[column] == MESSAGES[1:]
+        other = json.dumps([{"role": "host", "content": "web1"}])  # a text that a model is to write
+        assert one(laid_out({column: other}))[column] == other
         for text in ("[1]", "[2", '["a"]', '[{"a": 1}]', "[]"):
             assert one(laid_out({column: text}))[column] == text
 

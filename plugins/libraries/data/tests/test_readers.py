@@ -107,6 +107,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.parquet").write_text("hello")
     (tmp_path / "whole.json").write_text(json.dumps({"data": RECORDS}, indent=2))
     (tmp_path / "list.jsonl").write_text("\n" + json.dumps(RECORDS, indent=2))
+    (tmp_path / "broken.jsonl").write_text('["note"\n' + json.dumps(RECORDS[0]))
+    assert [row.problem[:8] for row in read(DataFile(str(tmp_path / "broken.jsonl")))] == ["not JSON", ""]
     (tmp_path / "rows.jsonl").write_text("[" + ",\n".join(map(json.dumps, RECORDS)) + "]")
     for name, complaint in [
         ("a.txt", "is no data file: wanted a file that ends in .jsonl"),

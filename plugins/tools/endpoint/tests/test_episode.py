@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Episode, Request, Task
-from whet.errors import DataError, RequestLost, RewrittenHistory, WorkerLost
+from whet.errors import DataError, RequestLost, RewrittenHistory, WorkerError, WorkerLost
 from whet.interfaces.environment import Address, Model
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment
@@ -275,6 +275,16 @@ def test_an_agent_that_fails_when_its_context_is_full_ends_its_episode() -> None
     generator = FakeGenerator("yes")
     episode = play(agent, generator, max_context=40)
     assert (episode.turns, bool(episode.context_full), len(generator.requests)) == (1, True, 1)
+
+
+def test_a_lost_worker_is_none_of_the_agents_also_where_its_context_is_full() -> None:
+    async def agent(client: Client) -> None:
+        await client.text("a")
+        await client.chat("a" * 100)
+        raise WorkerError("generator", 0, "generate", "gone")
+
+    with pytest.raises(WorkerError):
+        play(agent, FakeGenerator("yes"), max_context=40)
 
 
 class Strict(ByteChat):

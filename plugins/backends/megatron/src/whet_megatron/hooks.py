@@ -57,7 +57,7 @@ def whet_check_config(config: Config) -> Iterable[Problem]:
 
 def _unequal(config: Config, roles: Mapping[str, object]) -> Iterator[Problem]:
     """Find roles of the same processes whose axes have other sizes: a worker would refuse them."""
-    for group in config.cluster.colocate or [list(roles)]:
+    for group in [list(roles)] if config.cluster.colocate is None else config.cluster.colocate:
         first = dict[str, tuple[str, ParallelConfig]]()
         for role in (role for role in roles if role in group):
             if isinstance(section := roles[role], MegatronConfig):

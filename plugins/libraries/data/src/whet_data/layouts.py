@@ -148,7 +148,9 @@ def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
     """Replace turns with `from` and `value`, and turns written as JSON text, with messages, in place."""
     value = record.get(column)
     if isinstance(value, str) and name not in ("messages", "conversations"):
-        value = record[column] = _turns(value) or value  # a text may begin with a bracket, too
+        found = _turns(value) or ()  # a text may be JSON, too
+        known = all(turn.get("role") in (None, *SPEAKERS.values()) for turn in found)
+        value = record[column] = found if found and known else value
     if isinstance(value, str) and name in ("messages", "conversations") and value.lstrip()[:1] == "[":
         try:
             value = record[column] = json.loads(value)

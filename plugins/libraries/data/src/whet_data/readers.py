@@ -166,7 +166,8 @@ def _lines(path: Path) -> Iterator[Row]:
             if not text.strip():
                 continue
             row = _parsed(f"{path.name}:{number}", text)
-            if first and row.problem.startswith("not JSON") and text.lstrip().startswith(b"["):
+            opens = text.lstrip().startswith(b"[") and text.rstrip().endswith((b"[", b"{", b","))
+            if first and opens and row.problem.startswith("not JSON"):
                 raise DataError(f"{path} is a JSON list over several lines; name it .json, or set format: json")
             first = False
             yield row

@@ -14,6 +14,7 @@ differently.
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from attrs import frozen
 
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import IntArray
-from whet.errors import ContextFull, DataError
+from whet.errors import ClusterGone, ContextFull, DataError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
 from whet.interfaces.environment import Address
@@ -38,6 +39,8 @@ from whet_endpoint.listener import Listener as AddressListener
 from whet_endpoint.reading import check_tools, read_choice, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.session import Listen
+
+logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
@@ -79,7 +82,9 @@ class FailureScope(AbstractAsyncContextManager["FailureScope"]):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        if self.full is not None and isinstance(value, Exception):
+        own = isinstance(value, WorkerError | ClusterGone)  # a failure of the run is none of the agent's
+        if self.full is not None and self.error is None and isinstance(value, Exception) and not own:
+            logger.warning("an episode ends where its context was full, with the error: %s", in_words(value))
             raise self.full from value  # the agent does not go on after the refusal: the episode ends here
         if self.error is None or task is None:
             return

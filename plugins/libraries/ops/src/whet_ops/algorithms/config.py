@@ -323,9 +323,6 @@ def shaping_problems(
         yield Problem(
             "algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of a response"
         )
-    if overlong.penalty and rollout.max_context and (begin := longest - overlong.buffer) >= rollout.max_context:
-        words = f"is {longest}: the penalty begins at {begin} tokens, and rollout.max_context is {rollout.max_context}"
-        yield Problem("algorithm.overlong.length", f"{words}, so no response has one; lower it")
     if overlong.buffer and not overlong.penalty:
         yield Problem("algorithm.overlong.buffer", "has no effect without a penalty; set algorithm.overlong.penalty")
     if not overlong.bounded and not (overlong.penalty and overlong.buffer):
