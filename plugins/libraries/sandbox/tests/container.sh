@@ -11,6 +11,7 @@ python=$2
 shift 3
 export source python
 exec unshare --user --map-root-user --pid --fork --mount --net --ipc --kill-child sh -c '
+PATH=$PATH:/usr/sbin:/sbin  # of chroot
 set -e
 mount -t tmpfs root /mnt
 for folder in usr bin lib lib64 dev; do
