@@ -161,8 +161,8 @@ def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
 def _unsaid(cluster: "ClusterSection", target: Machine, roles: Roles) -> Iterator[str]:
     """Return notes on GPUs that nobody uses, and on what is not known of a machine that is described."""
     if not any(cluster.gpus.values()) and any(node.gpus for node in target.nodes):
-        each = ", ".join(f"{name}: {target.gpus or 1}" for name in roles["backend"].group)
-        yield f"no role computes on a GPU, and there are some; state cluster.gpus, e.g. {{{each}}}"
+        names = ", ".join(roles.names)
+        yield f"no role computes on a GPU, and there are some; state cluster.gpus, the number for each of: {names}"
     if not target.given:
         return
     if target.others and not joins(cluster):
