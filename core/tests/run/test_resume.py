@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from whet.component import Component, Selection
 from whet.config.renamed import renewed
@@ -54,6 +54,23 @@ def test_files_may_move_but_not_change(fingerprint: Any, tmp_path: Path) -> None
     assert fingerprint(here) != fingerprint(other)
     assert fingerprint(here, there) != fingerprint(here)
     assert fingerprint(here, max_length=8) != fingerprint(here)
+
+
+def test_a_run_of_a_version_that_did_not_know_a_key_goes_on_with_its_default(
+    fingerprint: Any, tiny_model_folder: Path
+) -> None:
+    now = fingerprint()
+    before = {**now, "rollout": {k: v for k, v in now["rollout"].items() if k != "max_staleness"}}
+    config = Config(
+        RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
+        backend=chosen("backends"),
+    )  # fmt: skip
+    refuse_another("x", before, now, config)
+    later = {**now, "rollout": {**now["rollout"], "max_staleness": 1}}
+    for rollout, saved in ((evolve(config.rollout, max_staleness=1), before), (config.rollout, later)):
+        current = {**now, "rollout": {**now["rollout"], "max_staleness": rollout.max_staleness}}
+        with pytest.raises(CheckpointError, match=r"rollout\.max_staleness: the run has "):
+            refuse_another("x", saved, current, evolve(config, rollout=rollout))
 
 
 def test_how_ranks_share_the_work_may_change() -> None:

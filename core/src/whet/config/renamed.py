@@ -9,7 +9,7 @@ wrote itself is read with the names of today: the `config.yaml` of a run folder 
 fingerprint of a run (`renewed`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,6 +17,36 @@ import attrs
 
 from whet.component import Selection
 from whet.config.document import to_line
+
+
+def new_keys(before: Any, config: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of keys with their defaults that a config of an earlier version lacks: it did not know them.
+
+    `before` is this config as builtins, and `config` the structured config of today; see `renewed`.
+    """
+    if isinstance(config, Selection):
+        yield from new_keys(before, config.config, path)
+    elif isinstance(config, Mapping) and isinstance(before, Mapping):
+        for key in before.keys() & config.keys():
+            yield from new_keys(before[key], config[key], f"{path}.{key}")
+    elif isinstance(config, Sequence) and isinstance(before, list):
+        for number, (item, here) in enumerate(zip(before, config, strict=False)):
+            yield from new_keys(item, here, f"{path}.{number}")
+    elif attrs.has(type(config)) and isinstance(before, Mapping):
+        for field in attrs.fields(type(config)):
+            key, here = field.alias or field.name, getattr(config, field.name)
+            if field.metadata.get("inline"):
+                yield from new_keys(before, here, path)
+            elif key in before:
+                yield from new_keys(before[key], here, f"{path}.{key}".lstrip("."))
+            elif here == _usual(field):
+                yield f"{path}.{key}".lstrip(".")
+
+
+def _usual(field: "attrs.Attribute[Any]") -> Any:
+    """Return the default of a field. NOTHING: it has none, or one that depends on other fields."""
+    made = getattr(field.default, "factory", lambda: field.default)
+    return attrs.NOTHING if getattr(field.default, "takes_self", False) else made()
 
 
 def renamed(key: str = "", /, **values: str) -> dict[str, Any]:
