@@ -702,3 +702,19 @@ def batch_responses(batch: Batch) -> list[Any]:
         batch["tokens"][end - n : end][p:]
         for end, n, p in zip(ends, batch["lengths"], batch["prompt_lengths"], strict=True)
     ]
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run_with_its_cause() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        raise ZeroDivisionError
+
+    def journal(event: str, **details: object) -> None:
+        raise WhetError("cannot write journal.jsonl: no space left")
+
+    failing = environment()
+    failing.run = run  # type: ignore[method-assign]
+    with (
+        stream(routes=[Route("bad", failing, "train")], journal=journal) as made,
+        pytest.raises(WhetError, match=r"cannot write journal\.jsonl: no space left"),
+    ):
+        made.take(1)

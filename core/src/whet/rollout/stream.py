@@ -277,7 +277,10 @@ class RolloutStream:
         except (WorkerError, BrokenEnvironment) as error:
             self._fail(error)
         except Exception as error:
-            self._drop(slot, error)
+            try:
+                self._drop(slot, error)
+            except WhetError as failure:  # the journal cannot be written
+                self._fail(failure, error)
         finally:
             if slot.outcome == "playing" and self._fatal is None:
                 where = f"environment {self._routes[slot.route].name!r}, task {slot.task}"
