@@ -123,9 +123,9 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
 
 def gpus_unstated(roles: Roles, stated: Collection[str]) -> Iterator[Problem]:
     """Find roles that share the devices of roles with GPUs and are not among those of `cluster.gpus`."""
-    for group in roles.groups:
-        taken = [name for name in group if name in roles.names and roles[name].gpus]
-        for name in (name for name in group if taken and name in roles.names and name not in stated):
+    for group in ([name for name in group if name in roles.names] for group in roles.groups):
+        taken = [name for name in group if roles[name].gpus]
+        for name in (name for name in group if taken and name not in stated):
             words = f"is missing, and {name} shares the devices of {taken[0]}; state its GPUs, 0 for the CPU"
             yield Problem(f"cluster.gpus.{name}", words)
 
