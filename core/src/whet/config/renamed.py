@@ -9,7 +9,7 @@ wrote itself is read with the names of today: the `config.yaml` of a run folder 
 fingerprint of a run (`renewed`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,30 +17,6 @@ import attrs
 
 from whet.component import Selection
 from whet.config.document import to_line
-
-
-def new_keys(before: Any, config: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of keys with their defaults that a config of an earlier version lacks: it did not know them.
-
-    `before` is this config as builtins, and `config` the structured config of today; see `renewed`.
-    """
-    if isinstance(config, Selection):
-        yield from new_keys(before, config.config, path)
-    elif isinstance(config, Mapping) and isinstance(before, Mapping):
-        for key in before.keys() & config.keys():
-            yield from new_keys(before[key], config[key], f"{path}.{key}")
-    elif isinstance(config, Sequence) and isinstance(before, list):
-        for number, (item, here) in enumerate(zip(before, config, strict=False)):
-            yield from new_keys(item, here, f"{path}.{number}")
-    elif attrs.has(type(config)) and isinstance(before, Mapping):
-        for field in attrs.fields(type(config)):
-            key, here = field.alias or field.name, getattr(config, field.name)
-            if field.metadata.get("inline"):
-                yield from new_keys(before, here, path)
-            elif key in before:
-                yield from new_keys(before[key], here, f"{path}.{key}".lstrip("."))
-            elif here == _usual(field):
-                yield f"{path}.{key}".lstrip(".")
 
 
 def _usual(field: "attrs.Attribute[Any]") -> Any:
@@ -84,24 +60,29 @@ def with_new_names(plain: Mapping[str, Any], fields: "Sequence[attrs.Attribute[A
     return {key: _new_value(today[key], value) if key in today else value for key, value in found.items()}
 
 
-def renewed(plain: Any, config: Any) -> Any:
+def renewed(plain: Any, config: Any, new: list[str] | None = None, path: str = "") -> Any:
     """Return a config that an earlier version wrote as builtins, with the keys and values of today.
 
     `config` is the structured config of today that it is compared with: an instance, a selection, or a collection.
+    `new` gets the paths of the keys with their defaults that `plain`, which is at `path`, lacks: an earlier version did
+    not know them.
     """
     if isinstance(config, Selection):
-        return renewed(plain, config.config)
+        return renewed(plain, config.config, new, path)
     if isinstance(config, Mapping) and isinstance(plain, Mapping):
-        return {key: renewed(value, config.get(key)) for key, value in plain.items()}
+        return {key: renewed(value, config.get(key), new, f"{path}{key}.") for key, value in plain.items()}
     if isinstance(config, Sequence) and isinstance(plain, list):
-        return [renewed(value, here) for value, here in zip_longest(plain, config[: len(plain)])]
+        both = enumerate(zip_longest(plain, config[: len(plain)]))
+        return [renewed(value, here, new, f"{path}{number}.") for number, (value, here) in both]
     if not attrs.has(type(config)) or not isinstance(plain, Mapping):
         return plain
     found = with_new_names(plain, attrs.fields(type(config)))
     for field in attrs.fields(type(config)):
         key, here = field.alias or field.name, getattr(config, field.name)
         if field.metadata.get("inline"):
-            found = renewed(found, here)
+            found = renewed(found, here, new, path)
         elif key in found:
-            found[key] = renewed(found[key], here)
+            found[key] = renewed(found[key], here, new, f"{path}{key}.")
+        elif new is not None and here == _usual(field):
+            new.append(f"{path}{key}")
     return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.config.document import to_text
-from whet.config.renamed import new_keys, renewed
+from whet.config.renamed import renewed
 from whet.config.structure import absolute, unstructure
 from whet.data import model_info
 from whet.errors import CheckpointError
@@ -117,20 +117,23 @@ def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
 
 
 def refuse_another(found: str, before: Any, fingerprint: Mapping[str, Any], config: "Config") -> None:
-    """Raise `CheckpointError` if a fingerprint differs from the fingerprint of an earlier run or checkpoint.
-
-    Renamed keys, new keys with their defaults, and the keys in `run.allow_changed` do not count as a difference. Nor
-    does `parallel`: how ranks share the work may change, as their number may.
-    """
-    before = renewed(before, config)
-    parallel = [f"{section}.parallel" for section in ("backend", *(f"roles.{name}" for name in config.roles))]
-    allowed = [*config.run.allow_changed, *parallel, *new_keys(before, config)]
-    different = checkpoint.differences(before, fingerprint, allowed)
-    if different:
+    """Raise `CheckpointError` if a fingerprint differs from the fingerprint of an earlier run or checkpoint."""
+    if different := differences(before, fingerprint, config):
         raise CheckpointError(
             f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
             + "\n".join(f"  {line}" for line in different)
         )
+
+
+def differences(before: Any, fingerprint: Mapping[str, Any], config: "Config | None") -> list[str]:
+    """Return the differences of a fingerprint from an earlier one, one line each. `config` says what may differ.
+
+    Renamed keys, new keys with their defaults, and the keys in `run.allow_changed` do not count as a difference. Nor
+    does `parallel`: how ranks share the work may change, as their number may.
+    """
+    free = ["backend", *(f"roles.{name}" for name in config.roles)] if config else []
+    allowed = [*(config.run.allow_changed if config else ()), *(f"{section}.parallel" for section in free)]
+    return checkpoint.differences(renewed(before, config, allowed), fingerprint, allowed)
 
 
 def count_steps(

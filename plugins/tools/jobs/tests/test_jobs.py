@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from attrs import evolve
 
-from whet.config.sections import Config, KeepBestSection, ModelSection, RunSection
+from whet.config.sections import Config, KeepBestSection, ModelSection, RolloutSection, RunSection
 from whet.errors import CheckpointError, WhetError
 from whet.plan.prepare import prepare
 from whet.run import checkpoint
@@ -112,13 +113,26 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run = RunFolder(tmp_path)
     checkpoint.write(run, 1, {"identity": {"run": {"seed": 1}}}, {"backend": lambda folder: None})
     run.write_json("identity.json", {"run": {"seed": 0}})
-    with pytest.raises(CheckpointError, match=r"saved by another run than .*\n  run\.seed: the run has 0, .* gives 1"):
+    with pytest.raises(CheckpointError, match=r"saved by another run than .*\n  run\.seed: the run has 1, .* gives 0"):
         exported(run, None)
     allowing = Config(
         RunSection("x", 1, allow_changed=["run.seed"]), ModelSection("x"), algorithm=cast(Any, None),
         backend=cast(Any, None),
     )  # fmt: skip
     assert exported(run, None, allowing).step == 1
+
+
+def test_a_checkpoint_of_an_earlier_version_or_of_other_ranks_is_exported(tmp_path):
+    run = RunFolder(tmp_path)
+    rollout, split = {"order": "admission"}, {"parallel": {"tensor": 2}}
+    checkpoint.write(run, 1, {"identity": {"rollout": rollout, "backend": split}}, {"backend": lambda folder: None})
+    now = {"rollout": {**rollout, "max_staleness": 0}, "backend": {"parallel": {"tensor": 1}}}
+    run.write_json("identity.json", now)
+    config = Config(RunSection("x", 1), ModelSection("x"), algorithm=cast(Any, None), backend=cast(Any, None))
+    assert exported(run, None, config).step == 1
+    run.write_json("identity.json", {**now, "rollout": {**rollout, "max_staleness": 1}})
+    with pytest.raises(CheckpointError, match=r"rollout\.max_staleness: the run has nothing, the config gives 1"):
+        exported(run, None, evolve(config, rollout=RolloutSection(max_staleness=1)))
 
 
 @pytest.mark.parametrize("there", [True, False])

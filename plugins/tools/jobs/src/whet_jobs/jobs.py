@@ -24,6 +24,7 @@ from whet.run.interrupts import Interrupts
 from whet.run.models import Attempt, start
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
+from whet.run.resume import differences
 from whet.run.run_folder import RunFolder, closing_all, temporary_run_folder
 from whet.run.start_workers import make_worker_groups
 from whet_jobs.comparison import SUMMARY, Comparison, compare, read_written
@@ -134,8 +135,8 @@ def _best(run: RunFolder, config: "Config") -> int:
 def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -> checkpoint.Checkpoint:
     """Return the checkpoint to export: that of a step, or the last that the run saved.
 
-    It may differ from the run in `run.allow_changed` of `config`, and in keys that were renamed since then. Raises
-    `CheckpointError` where that one cannot be used: an older one is taken only by its step.
+    It may differ from the run as `differences` of `run.resume` allows. Raises `CheckpointError` where that one cannot
+    be used: an older one is taken only by its step.
     """
     try:
         saved = checkpoint.latest(run) if step is None else _of_step(run, step)
@@ -155,14 +156,11 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
                 older.append(f"--step {number}")
         how = f"; to export an older checkpoint, give {' or '.join(older)}" if older else ""
         raise CheckpointError(f"{error}\nnothing was exported{how}") from error
-    if (before := run.read_json("identity.json")) is not None:
-        allowed = config.run.allow_changed if config else ()
-        saved_by = renewed(saved.state.get("identity", {}), config)
-        if different := checkpoint.differences(renewed(before, config), saved_by, allowed):
-            raise CheckpointError(
-                f"{saved.folder} was saved by another run than that of {run.path}:\n"
-                + "\n".join(f"  {line}" for line in different)
-            )
+    own = saved.state.get("identity", {})
+    different = differences(own, renewed(run.read_json("identity.json") or own, config), config)
+    if different:
+        lines = "\n".join(f"  {line}" for line in different)
+        raise CheckpointError(f"{saved.folder} was saved by another run than that of {run.path}:\n{lines}")
     return saved
 
 
