@@ -106,8 +106,9 @@ class MemoryTerm:
     """Whether a generator computes with this memory if weights travel `in-place`. It then stays where it is while the
     role sleeps. A plan with another transport takes it as false."""
     woken: Literal["", "weights", "adapter"] = ""
-    """Whether a generator that sleeps takes this memory back already for a weight sync, beside the backend: for one of
-    all `weights`, or also for one of an `adapter`. A plan whose weights travel otherwise takes it as empty."""
+    """Whether roles that take turns hold this memory during a weight sync: one of all `weights`, or also one of an
+    `adapter`. A generator wakes for it, and a backend sends from it. A backend without such a term then holds all that
+    it keeps. A plan whose weights travel otherwise takes it as empty."""
     change: str = ""
     """The change that reduces this memory, e.g. `lower generator.cache_gib`."""
 

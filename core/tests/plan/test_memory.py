@@ -169,6 +169,24 @@ def test_weights_for_which_a_generator_wakes_count_beside_the_idle_backend(
     assert needs(plan)["0 GPU 0"] == gpu
 
 
+def test_during_a_weight_sync_a_backend_holds_what_it_sends_and_a_critic_sleeps() -> None:
+    facts = {
+        **FACTS,
+        "backend": BackendFacts(memory=sending, transports=SHARED, sleeps=("cuda",)),
+        "generator": GeneratorFacts(
+            memory=lambda ranks, trained: [MemoryTerm("copy", 6 * GIB, woken="weights")],
+            transports=SHARED,
+            sleeps=("cuda",),
+        ),
+    }
+    plan = planned(Machine(8, gpus=1), facts, gpus={"backend": 1, "generator": 1})
+    assert needs(plan)["0 GPU 0"] == 8 + 6, "more than the 8 + 3 of training"
+
+
+def sending(ranks: int, trained: bool) -> list[MemoryTerm]:
+    return [MemoryTerm("weights", 8 * GIB, woken="adapter"), MemoryTerm("moments", 3 * GIB)]
+
+
 def lending(ranks: int, trained: bool) -> list[MemoryTerm]:
     return [MemoryTerm("weights", 8 * GIB, lent=True), MemoryTerm("moments", 3 * GIB)]
 

@@ -118,10 +118,10 @@ def test_weights_are_handed_over_to_a_generator_that_sleeps_and_wakes_at_its_tur
     parts.turns.generation()
     parts.backend.send_weights(LINK)
     parts.generator.receive_weights(LINK, 1)
-    assert parts.asleep == {"generator", "judge"}
+    assert parts.asleep == {"critic", "generator", "judge"}, "of training only the sender is awake"
     parts.told()
     parts.turns.generation()
-    assert parts.told() == ["backend sleeps", "critic sleeps", "generator wakes", "judge wakes"]
+    assert parts.told() == ["backend sleeps", "generator wakes", "judge wakes"]
 
 
 def test_what_new_weights_took_is_given_back_where_training_goes_on(parts: Parts) -> None:
@@ -129,7 +129,7 @@ def test_what_new_weights_took_is_given_back_where_training_goes_on(parts: Parts
     parts.generator.receive_weights(LINK, 1)
     parts.told()
     parts.backend.train(random_batch(0), Spec(""))
-    assert parts.told() == ["generator sleeps"]
+    assert parts.told() == ["generator sleeps", "critic wakes"]
     parts.backend.train(random_batch(0), Spec(""))
     assert parts.told() == []
 

@@ -165,8 +165,9 @@ class _Held:
         changing = {role for side in self.turns for role in side}
         always = [one for one in working if one[0] not in changing or one[1].place == "host" or one[1].lent]
         sides = [[one for one in working if one[0] in side and one not in always] for side in self.turns]
-        # During a weight sync the roles of training are idle, and generators are awake for weights.
-        syncing = [one for side in sides[:1] for one in side if one[1].kept_asleep]
+        # During a weight sync the backend alone is awake of the roles of training, and generators are for weights.
+        sending = [one for side in sides[:1] for one in side if one[0] == "backend" and one[1].kept_asleep]
+        syncing = [one for one in sending if one[1].woken] or sending
         syncing += [one for side in sides[1:] for one in side if one[1].woken]
         return [*always, *max([*sides, syncing], key=lambda side: sum(term.bytes for _, term in side))]
 

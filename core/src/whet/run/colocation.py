@@ -2,7 +2,8 @@
 
     take, evaluate, probe       generation's turn    the backend sleeps; the generator is awake, and requests pass
     train, score, save, ...     training's turn      no request passes, the generator sleeps; the backend is awake
-    a weight sync               training's turn      the generator wakes for weights only, for the rest at its turn
+    a weight sync               training's turn      of training only the sender is awake, and a backend may free what
+                                                     it does not send; the generator wakes for weights only
 
 The thread that drives a run begins each turn. A request waits for its turn at a gate. An environment that asks a
 further model waits on its own thread. A turn ends after all requests and calls under way are answered.
@@ -82,8 +83,9 @@ class Turns:
         side = self._side(role)
         if side is None:
             return ()
-        turn = self._in_training if side == TRAINING else self._in_generation
-        return (lambda method: turn(),)
+        if side == GENERATION:
+            return (lambda method: self._in_generation(),)
+        return (lambda method: self._in_training(role if method == "send_weights" else ""),)
 
     def requests(self) -> tuple[AroundRequest, ...]:
         """Return the gate at which requests wait for the generator's turn; empty where it takes no turns."""
@@ -109,7 +111,10 @@ class Turns:
         return next((side for side, roles in enumerate(self.sides) if role in roles), None)
 
     def _begin(self, turn: int) -> None:
-        if not self.sides or (self._turn == turn and "weights" not in self._states.values()):
+        if not self.sides:
+            return
+        wanted = {role: state for state, side in (("awake", turn), ("asleep", 1 - turn)) for role in self.sides[side]}
+        if self._turn == turn and wanted == self._states:
             return
         with self._changed:
             self._turn = None
@@ -139,8 +144,12 @@ class Turns:
         self._states[role] = "awake"
 
     @contextmanager
-    def _in_training(self) -> Iterator[None]:
+    def _in_training(self, sender: str = "") -> Iterator[None]:
+        """Begin the turn of training. During a weight sync all its roles but the `sender` sleep."""
         self._begin(TRAINING)
+        for role in self.sides[TRAINING] if sender else ():
+            if role != sender and self._states[role] == "awake":
+                self._sleep(role)
         yield
 
     @contextmanager

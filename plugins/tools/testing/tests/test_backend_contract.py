@@ -248,6 +248,19 @@ class ForgetsTheOptimizerAsleep(PlainBackend):
         self.optimizer.state.clear()
 
 
+class ForgetsTheOptimizerOnceItSent(PlainBackend):
+    slept = False
+
+    def sleep(self) -> None:
+        super().sleep()
+        self.slept = True
+
+    def sent(self) -> list[tuple[str, Any]]:
+        if self.slept:
+            self.optimizer.state.clear()
+        return super().sent()
+
+
 class GivesBackTwice(PlainBackend):
     def sleep(self) -> int:
         super().sleep()
@@ -382,6 +395,7 @@ MUTANTS: dict[type[PlainBackend], str] = {
     SendsTheStart: "test_synced_weights_are_the_whole_policy",
     WorksAsleep: "test_asleep_it_refuses_work_and_woken_it_trains_as_if_it_had_not_slept",
     ForgetsTheOptimizerAsleep: "test_asleep_it_refuses_work_and_woken_it_trains_as_if_it_had_not_slept",
+    ForgetsTheOptimizerOnceItSent: "test_sent_between_sleeps_its_weights_are_the_same_and_it_trains_on",
     GivesBackTwice: "test_what_it_gives_back_asleep_is_told_in_bytes",
     ClosesOnce: "test_closing_twice_is_safe",
 }

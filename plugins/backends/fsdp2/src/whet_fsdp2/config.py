@@ -182,19 +182,20 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     if model.stored_dtype not in ("", dtype):  # weights of the same dtype are mapped from the file
         yield MemoryTerm(f"the model as it is loaded, in {dtype}{over}", held * share, "loading", "host")
     yield MemoryTerm(f"the model on its GPU as it is loaded, in {dtype}{over}", held * share, "loading", "gpu")
+    computing = partial(MemoryTerm, lent=True, woken="adapter", change=spread)
     if lora is not None or not trained:
-        yield MemoryTerm(f"frozen weights in {dtype}{over}", held * share, lent=True, change=spread)
+        yield computing(f"frozen weights in {dtype}{over}", held * share)
     else:
         copied = low and ranks == sizes.tensor  # else FSDP2 casts what it gathers
         place: Literal["", "host"] = "host" if config.offload_optimizer else ""
         # Where a copy in bfloat16 computes, the float32 weights can be elsewhere.
-        masters = f"weights in float32{over}"
-        yield MemoryTerm(masters, 4 * share, place=place if copied else "", lent=not copied, change=spread)
+        masters = partial(MemoryTerm, place=place, change=spread) if copied else computing
+        yield masters(f"weights in float32{over}", 4 * share)
         yield MemoryTerm(f"gradients in float32{over}", 4 * share, kept_asleep=False, change=spread)
         for what, size in _moments(config, model):
             yield MemoryTerm(f"{what}{over}", size // sharing, place=place, change=spread)
         if copied:
-            yield MemoryTerm(f"weights in bfloat16, which compute{over}", 2 * share, lent=True)
+            yield computing(f"weights in bfloat16, which compute{over}", 2 * share)
     if lora is not None:
         adapter, lower = adapter_parameters(lora, model), "lower backend.lora.rank"
         yield MemoryTerm("the adapter and its moments in float32", 12 * adapter, change=lower)

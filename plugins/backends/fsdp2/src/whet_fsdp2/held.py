@@ -291,14 +291,16 @@ class HeldModels:
 
     # Life
 
-    def sleep(self) -> int:
-        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
+    def sleep(self, weights: bool = True) -> int:
+        """Free the memory of the optimizer and of further models, and with `weights` also that of the weights that are
+        sent, unless they are borrowed. Returns the number of bytes.
+        """
         self._weights.drop_gradients()
-        policy = {one.untyped_storage().data_ptr() for one in self._lendable()}
-        freed = self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
-        if self._lent is None or self._lent.borrowed:
+        sent = {one.untyped_storage().data_ptr(): one for one in self._sent()}
+        freed = self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in sent)
+        if not weights or (self._lent is not None and self._lent.borrowed):
             return freed
-        return freed + self._policy_offload.sleep(self._lendable())
+        return freed + self._policy_offload.sleep(sent.values())
 
     def wake(self) -> None:
         """Bring weights and optimizer back."""
@@ -327,6 +329,12 @@ class HeldModels:
         for root in (self._root, *self._frozen.values()):
             reshard(root.model)
             yield from root.model.parameters()
+
+    def _sent(self) -> Iterator[Tensor]:
+        """Yield what `send_weights` reads on this rank: the weights that compute, and an adapter."""
+        reshard(self._root.model)
+        yield from map(local, self._root.model.parameters())
+        yield from map(local, self._weights.masters.values() if self._adapters is not None else ())
 
     def _lendable(self) -> list[Tensor]:
         """Return the weights with which a generator of this process can compute."""

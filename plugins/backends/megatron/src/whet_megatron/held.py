@@ -218,10 +218,10 @@ class HeldModels:
 
     # Life
 
-    def sleep(self) -> int:
-        """Free the memory of all weights but borrowed ones, and of the optimizer. Returns the number of bytes."""
-        if self._asleep:
-            return 0
+    def sleep(self, weights: bool = True) -> int:
+        """Free the memory of the optimizer and of further models, and with `weights` also that of the weights that are
+        sent, unless they are borrowed. Returns the number of bytes.
+        """
         self._asleep = True
         freed = sum(_free(gradients) for gradients in self._gradients())
         for model in (*self._frozen.values(), *(() if self._lent.borrowed else (self._model,))):
@@ -229,7 +229,9 @@ class HeldModels:
         # The optimizer's float32 weights may be the policy's own.
         policy = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
         freed += self._offload.sleep(one for one in self._held() if one.untyped_storage().data_ptr() not in policy)
-        return freed if self._lent.borrowed else freed + self._policy_offload.sleep(self._model.parameters())
+        if not weights or self._lent.borrowed:
+            return freed
+        return freed + self._policy_offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
         """Bring weights and optimizer back. Gradients are zero."""

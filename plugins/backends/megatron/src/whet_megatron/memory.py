@@ -65,7 +65,9 @@ def terms(
     dense, sparse = held(sizes, model, multiple, value=value)
     number = DTYPE_BYTES[dtype]
     change = "raise parallel.tensor, parallel.pipeline or, for experts, parallel.expert"
-    yield MemoryTerm(f"weights in {dtype}, which compute", number * (dense + sparse), lent=True, change=change)
+    yield MemoryTerm(
+        f"weights in {dtype}, which compute", number * (dense + sparse), lent=True, woken="adapter", change=change
+    )
     if copies > 1:
         yield MemoryTerm("weights of the reference", number * (dense + sparse), change="drop backend.reference")
     if not trained:

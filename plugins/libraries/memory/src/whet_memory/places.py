@@ -79,14 +79,16 @@ def _held(
     """Return the bytes of a rank on its GPU, or where it computes, and on its host, during a phase of a role."""
     name = one.role.role
     peaks = predicted[name].of_rank(one.rank, one.role.ranks)
+    asleep, sides = peaks.get("asleep", Peak(0)), [side for side in turns if role in side]
+    syncs = (role, phase) == ("backend", "weight_sync")
+    woken = sum(term.bytes for term in one.role.memory if term.woken) if syncs else 0
     if name == role:
         held = peaks[phase]
+        if sides and woken and one.gpus:  # it sends from what it holds then, and frees the rest
+            held = Peak(held.device - max(0, peaks["idle"].device - woken), max(0, asleep.host - woken))
     elif phase == "loading":
         return 0, 0
-    elif any(name in side and role not in side for side in turns) and any(role in side for side in turns):
-        asleep = peaks.get("asleep", Peak(0))
-        syncs = (role, phase) == ("backend", "weight_sync")
-        woken = sum(term.bytes for term in one.role.memory if term.woken) if syncs else 0
+    elif sides and any(name in side and (syncs or role not in side) for side in turns):
         return (asleep.device + woken) // max(1, len(one.gpus)), max(0, asleep.host - woken)
     else:
         held = peaks.get("idle", Peak(0))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.axes import ParallelAxes
 from whet.interfaces.backend import Weights
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import Pending, RoleContext, Workers
 from whet_training.layout import Layout
 from whet_training.sharing import pair_cost, share
@@ -27,7 +27,7 @@ class ShardedBackend:
     """Implements `whet.interfaces.backend.Backend`, whose methods the workers have.
 
     Besides the methods of `Backend`, which take a shard in place of a batch, a worker has `coordinates` and `live`; see
-    `whet_training.losses.LossWorker`.
+    `whet_training.losses.LossWorker`. Its `sleep` is called with whether the weights that it sends sleep as well.
     """
 
     def __init__(self, target: str, config: attrs.AttrsInstance, context: RoleContext, layout: Layout) -> None:
@@ -45,16 +45,26 @@ class ShardedBackend:
             },
         )
         self._axes = ParallelAxes.reported_by(self._workers)
-        self._asleep = False
+        self._state: Literal["awake", "sending", "asleep"] = "awake"
+        """`sending`: all memory is freed but that of the weights that are sent."""
+        self._takes_turns = False
+        """Whether it has ever slept: then others need its memory."""
+        self._freed = 0
+        """Bytes that the last weight sync freed."""
         self._layout: Layout = layout
         self._pair = pair_cost(context.model)
 
     @property
     def _awake(self) -> Workers:
-        """Return the workers. Raises `WhetError` while the backend sleeps."""
-        if self._asleep:
-            raise WhetError("the backend sleeps; wake it first")
+        """Return the workers, with all memory. Raises `WhetError` while the backend sleeps."""
+        self._refuse_asleep()
+        if self._state == "sending":
+            self.wake()
         return self._workers
+
+    def _refuse_asleep(self) -> None:
+        if self._state == "asleep":
+            raise WhetError("the backend sleeps; wake it first")
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
@@ -93,8 +103,14 @@ class ShardedBackend:
         return live
 
     def send_weights(self, spec: TransferSpec) -> Pending:
-        """Start to send the policy's weights of one transfer. Returns the pending call."""
-        return self._awake.start("send_weights", spec, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
+        """Start to send the policy's weights of one transfer. Returns the pending call.
+
+        Where roles take turns, the memory of all but these weights is freed before: the generator wakes beside them.
+        """
+        self._refuse_asleep()
+        if self._takes_turns and self._state == "awake" and spec.transport != IN_PLACE:
+            self._freed, self._state = self._free(weights=False), "sending"
+        return self._workers.start("send_weights", spec, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
 
     def save(self, folder: Path) -> Pending:
         """Start to save weights, optimizer and schedule. The returned call is done when the files are durable."""
@@ -110,19 +126,22 @@ class ShardedBackend:
 
     def sleep(self) -> int:
         """Move weights and optimizer to host memory, or to files on a CPU. Returns the number of bytes freed."""
+        given = self._freed + self._free(weights=True)
+        self._freed, self._state, self._takes_turns = 0, "asleep", True
+        return given
+
+    def _free(self, *, weights: bool) -> int:
         try:
-            given: int = sum(self._workers.call("sleep", phase="sleep"))
+            return sum(self._workers.call("sleep", weights, phase="sleep"))
         except WhetError:  # of several ranks some may sleep
             with suppress(WhetError):
-                self._workers.call("wake", phase="wake")
+                self.wake()
             raise
-        self._asleep = True
-        return given
 
     def wake(self) -> None:
         """Bring weights and optimizer back."""
         self._workers.call("wake", phase="wake")
-        self._asleep = False
+        self._freed, self._state = 0, "awake"
 
     def close(self) -> None:
         """Stop the workers. Safe to call twice."""

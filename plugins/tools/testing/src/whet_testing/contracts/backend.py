@@ -357,17 +357,35 @@ class BackendContract(SleepRules, SavingRules):
         expected = dict(Reference(tmp_path / "export").weights())
         senders = facts.senders if (facts := self.facts()) else 1
         for transport in self.transports:
-            folder = tmp_path / f"weights-{transport}"
-            folder.mkdir()
-            spec = TransferSpec(transport, str(folder), "session", 1, "float32", senders, timeout_seconds=60.0)
-            pending = backend.send_weights(spec)
-            received = [(name, tensor.clone()) for name, tensor in transfer.receive(spec)]
-            pending.result()
+            received = _received(backend, transport, tmp_path, senders)
             assert len(dict(received)) == len(received), "a weight came twice"
             assert set(expected) <= set(dict(received)), "weights are missing"
             for name, tensor in received:
                 if name in expected:
                     np.testing.assert_array_equal(tensor.numpy(), expected[name].numpy(), err_msg=name)
+
+    def test_sent_between_sleeps_its_weights_are_the_same_and_it_trains_on(self, fresh: Fresh, tmp_path: Path) -> None:
+        """Where roles take turns a backend may free what it does not send, and must have it for its next work."""
+        senders, found = facts.senders if (facts := self.facts()) else 1, []
+        for turn in (False, True):
+            backend, sent = fresh(), []
+            backend.train(_batch(), LIKELIHOOD)
+            for transport in self.transports:
+                if turn:
+                    backend.sleep()
+                    backend.wake()
+                sent += _received(backend, transport, tmp_path / str(turn), senders)
+                scores = backend.score(_batch(), ("logprobs",))["logprobs"]
+                sent += _received(backend, transport, tmp_path / f"{turn}-again", senders)
+                if turn:
+                    backend.sleep()
+                    backend.wake()
+                backend.train(_batch(), LIKELIHOOD)
+                after = backend.score(_batch(), ("logprobs",))["logprobs"]
+                sent += [("scores", scores), ("scores after a step", after)]
+            found.append(sent)
+        for (name, here), (_, there) in zip(*found, strict=True):
+            np.testing.assert_array_equal(np.asarray(here), np.asarray(there), err_msg=name)
 
     def _is_gradient(self, found: Mapping[str, float], reference: Reference, batch: Batch) -> None:
         """Check the loss and the norm of the gradient of a step against plain autograd."""
@@ -380,6 +398,17 @@ class BackendContract(SleepRules, SavingRules):
             "grad_norm is not that of all weights that it trains. If it freezes some, override `trains`; if it trains "
             "weights that the model lacks, set `adapters`"
         )
+
+
+def _received(backend: Backend, transport: str, folder: Path, senders: int) -> list[tuple[str, Any]]:
+    """Send the weights of a backend in float32 to this process, and return them by name."""
+    there = folder / f"weights-{transport}"
+    there.mkdir(parents=True)
+    spec = TransferSpec(transport, str(there), "session", 1, "float32", senders, timeout_seconds=60.0)
+    pending = backend.send_weights(spec)
+    received = [(name, tensor.clone()) for name, tensor in transfer.receive(spec)]
+    pending.result()
+    return received
 
 
 def _batch(seed: int = 0, columns: Any = ()) -> Batch:
