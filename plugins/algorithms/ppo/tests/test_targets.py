@@ -128,13 +128,17 @@ def test_the_epsilon_may_be_added_to_the_variance(batch):
     assert made["advantages"][MASK] == pytest.approx(masked_whiten(np.array([0.5, 0.5, 0.5, 0, 0])), rel=1e-5)
 
 
-def test_rewards_may_be_whitened_around_their_mean(batch):
-    section = GaeSection(lambda_policy=1.0, whiten_epsilon=0.01, whiten_epsilon_at="variance", whiten_rewards=True)
+@pytest.mark.parametrize("of_advantages", ["unbiased", "none"])
+def test_rewards_may_be_whitened_around_their_mean(batch, of_advantages):
+    section = GaeSection(
+        lambda_policy=1.0, whiten=of_advantages, whiten_epsilon=0.01, whiten_epsilon_at="variance", whiten_rewards=True
+    )
     made, _ = estimated(batch, section)
     rewards = masked_whiten(np.array([0, 0, 1.0, 0, 0.5]), shift_mean=False)
     returns = np.array([rewards[0] + rewards[1] + rewards[2], rewards[1] + rewards[2], rewards[2],
                         rewards[3] + rewards[4], rewards[4]])  # fmt: skip
     assert made["returns"][MASK] == pytest.approx(returns, rel=1e-5)
-    assert made["advantages"][MASK] == pytest.approx(masked_whiten(returns - 0.5), rel=1e-4)
+    wanted = masked_whiten(returns - 0.5) if of_advantages == "unbiased" else returns - 0.5
+    assert made["advantages"][MASK] == pytest.approx(wanted, rel=1e-4)
     equal, _ = estimated(batch.with_columns(reward=np.zeros(2, np.float32)), section)
     assert equal["returns"][MASK].tolist() == [0.0] * 5

@@ -68,6 +68,19 @@ def test_with_the_rest_divergences_are_between_0_and_that_of_all_tokens(seed):
             assert (found <= whole + 1e-5).all()
 
 
+def test_the_rest_is_not_lost_in_rounding_where_a_teacher_is_nearly_certain():
+    """Rounded, K float32 probabilities may sum to 1 or more."""
+    generator = torch.Generator().manual_seed(0)
+    for outside in (1e-8, 1e-5, 1e-4):
+        teacher = torch.randn(200, 64, dtype=torch.float64, generator=generator).mul(3).log_softmax(-1)
+        teacher = teacher + math.log1p(-outside)
+        student = torch.randn(200, 64, dtype=torch.float64, generator=generator).log_softmax(-1) + math.log(0.7)
+        exact = (student.exp() * (student - teacher)).sum(-1) + 0.3 * (math.log(0.3) - math.log(outside))
+        _, reverse = topk_divergences(student.float(), teacher.float(), "rest")
+        assert (reverse.double() <= exact + 0.02).all()
+        assert outside < 1e-7 or torch.allclose(reverse.double(), exact, atol=0.02)
+
+
 @pytest.mark.parametrize("outside", ["renormalise", "zero", "ignore", "rest"])
 def test_certain_and_impossible_tokens_stay_finite_with_their_gradients(outside):
     student = torch.tensor([[0.0, -50.0, -math.inf], [-math.inf, -50.0, 0.0], [-40.0, -50.0, -60.0]])

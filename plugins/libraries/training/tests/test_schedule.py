@@ -67,3 +67,9 @@ def test_a_warm_up_by_its_share_is_one_by_its_steps():
         by_share = rates(ScheduleConfig(kind, warmup_ratio=0.3), steps=12)
         assert by_share == rates(ScheduleConfig(kind, warmup_steps=3), steps=12)
     assert rates(ScheduleConfig(warmup_ratio=0.04)) == [2.0] * 10
+
+
+@pytest.mark.parametrize(("steps", "share", "warmup"), [(4, 0.1, 1), (25, 0.1, 3), (30, 0.1, 3), (50, 0.03, 2)])
+def test_the_share_of_a_warm_up_is_rounded_up(steps, share, warmup):
+    by_share = rates(ScheduleConfig(warmup_ratio=share, counted_from=0), steps, total=steps)
+    assert by_share == rates(ScheduleConfig(warmup_steps=warmup, counted_from=0), steps, total=steps)

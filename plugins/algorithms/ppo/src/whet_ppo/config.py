@@ -48,7 +48,7 @@ class GaeSection:
     """`floor`: it is the smallest variance. `variance`: it is added to the variance, as in verl, NeMo RL and TRL."""
     whiten_rewards: bool = False
     """Scale the rewards of all trained tokens to deviation 1 first, and keep their mean, as TRL can. Variance and
-    epsilon are as for the advantages."""
+    epsilon are as for the advantages; with `whiten: none` the variance is unbiased."""
 
 
 @frozen
@@ -78,7 +78,8 @@ class PpoClipConfig(ClipSection, PolicyLossConfig):
     """The clipped policy gradient of PPO, optionally with a likelihood term on right responses and an entropy bonus."""
 
     entropy_weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
+    """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none. The mean is that of
+    `aggregation`, as in verl: `constant` divides by `max_length` as well. TRL always takes the mean over tokens."""
 
     @property
     def reads_entropy(self) -> bool:

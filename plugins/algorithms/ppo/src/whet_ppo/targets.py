@@ -112,5 +112,5 @@ def _whitened_rewards(rewards: NDArray[Any], mask: NDArray[Any], section: GaeSec
 
 
 def _whiten(values: NDArray[Any], section: GaeSection) -> NDArray[Any]:
-    unbiased, epsilon, at = section.whiten == "unbiased", section.whiten_epsilon, section.whiten_epsilon_at
+    unbiased, epsilon, at = section.whiten != "biased", section.whiten_epsilon, section.whiten_epsilon_at
     return whiten(values, np.ones(len(values)), unbiased=unbiased, epsilon=epsilon, epsilon_at=at)

@@ -12,8 +12,9 @@ With p the student's probabilities and q the teacher's, of a set of K tokens at 
     zero         q is normalised over them and is e^-100 elsewhere, p is unchanged         NeMo RL's zero_outside_topk.
                  Reverse needs the student's entropy
     ignore       both are unchanged, and the sum is over the K tokens only; it may be negative
-    rest         both are unchanged, and all other tokens count as one more token. Never negative, and
-                 never above the divergence over the whole vocabulary (data processing inequality)
+    rest         both are unchanged, and all other tokens count as one more token, of probability 1e-7 or more: the
+                 float32 logprobs do not tell less. Never negative, and but for that never above the divergence over
+                 the whole vocabulary (data processing inequality)
 """
 
 from __future__ import annotations  # the site is built without torch
@@ -29,7 +30,8 @@ Outside = Literal["renormalise", "zero", "ignore", "rest"]
 LOG_OF_NEARLY_NOTHING = -100.0
 """The teacher's logprob of tokens that are not among its likeliest, if `outside` is `zero`."""
 _LEAST = -1.0e4
-_LEAST_REST = 1e-12
+_LEAST_REST = 1e-7
+"""Probability of all other tokens. TRL's bound: rounding errors of K float32 logprobs are as large."""
 
 
 def topk_divergences(
@@ -90,5 +92,6 @@ def _compared(student: Tensor, teacher: Tensor, outside: Outside) -> tuple[Tenso
 
 def _with_rest(log_p: Tensor) -> Tensor:
     """Append the logprob of all other tokens together: [M, K + 1]."""
-    rest = (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
-    return torch.cat([log_p, rest.log()], -1)
+    known = torch.logsumexp(log_p.double(), -1, keepdim=True)
+    rest = -torch.expm1(known.clamp(max=math.log1p(-_LEAST_REST)))  # no gradient where the bound holds
+    return torch.cat([log_p, rest.log().float()], -1)

@@ -20,7 +20,8 @@ class ScheduleConfig:
     warmup_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps over which the rate rises to its peak."""
     warmup_ratio: float = field(default=0.0, validator=between(0, 1))
-    """Length of the warm-up as a share of `total_steps`. Set this or `warmup_steps`."""
+    """Length of the warm-up as a share of `total_steps`, rounded up as in transformers; verl rounds down. Set this or
+    `warmup_steps`."""
     min_ratio: float = field(default=0.0, validator=between(0, 1))
     """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
     decay_ratio: float = field(default=0.1, validator=above(0, 1))
@@ -33,13 +34,15 @@ class ScheduleConfig:
     steps of the run times `minibatches` and `epochs`."""
     counted_from: int = field(default=1, validator=between(0, 1))
     """The number of the first optimizer step. 1: a warm-up begins above 0, and the last step has the final rate. 0: as
-    in `transformers.get_scheduler` and Megatron-LM, where the first step of a warm-up has the rate 0."""
+    in `transformers.get_scheduler` and Megatron-LM, where the first step of a warm-up has the rate 0. A warm-up
+    always begins at 0; that of transformers' `wsd` begins at its final rate."""
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
     """Return the learning rate of an optimizer step: 1 is the first. After `total_steps` the rate stays constant."""
     step += schedule.counted_from - 1
-    warmup = schedule.warmup_steps or round(schedule.warmup_ratio * total_steps)
+    # A product such as 0.1 * 30 is a little above the whole number that is meant.
+    warmup = schedule.warmup_steps or math.ceil(round(schedule.warmup_ratio * total_steps, 6))
     if warmup and step <= warmup:
         return peak * step / warmup
     if schedule.kind == "constant":
