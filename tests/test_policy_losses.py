@@ -23,7 +23,7 @@ from whet_testing.role_context import make_context
 PENALTY = {"weight": 0.1, "importance": "ratio"}
 LOSSES: list[dict[str, Any]] = [
     {"use": "clipped-pg", "clip_dual": 3.0},
-    {"use": "clipped-pg", "aggregation": "sequence", "kl": PENALTY, "entropy": True},
+    {"use": "clipped-pg", "aggregation": "sequence", "kl": PENALTY, "entropy_weight": 0.1, "entropy_mean": "token"},
     {"use": "gspo", "clip_low": 0.2, "clip_high": 0.2},
     {"use": "gspo", "level": "token", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant", "max_length": 9},
     {"use": "cispo", "kl": {"weight": 0.1, "straight_through": True}},

@@ -99,6 +99,32 @@ def test_entropy_is_reported_when_asked_for(batch: Batch) -> None:
     assert result.metrics["entropy"].number() == pytest.approx((1 + 3 + 5) / 3)
 
 
+@pytest.mark.parametrize(
+    ("section", "mean"),
+    [
+        ({}, (1 + 3 + 5 + 7 + 8 + 9) / 6),
+        ({"aggregation": "sequence"}, (1 + (3 + 5) / 2 + (7 + 8 + 9) / 3) / 3),
+        ({"aggregation": "constant", "max_length": 10}, (1 + 3 + 5 + 7 + 8 + 9) / 30),
+        ({"aggregation": "sequence", "entropy_mean": "token"}, (1 + 3 + 5 + 7 + 8 + 9) / 6),
+        ({"aggregation": "constant", "max_length": 10, "entropy_mean": "token"}, (1 + 3 + 5 + 7 + 8 + 9) / 6),
+    ],
+)
+@pytest.mark.parametrize(("kind", "of"), [(ClippedPg, ClippedPgConfig), (Gspo, GspoConfig)])
+def test_a_bonus_raises_the_entropy_of_all_responses(
+    batch: Batch, kind: Any, of: Any, section: dict[str, Any], mean: float
+) -> None:
+    loss = kind(of(**{"aggregation": "token", **section}, entropy_weight=0.1))
+    torched = batch.map(torch.from_numpy)
+    entropy = torch.arange(float(batch.tokens)).requires_grad_()
+    result = loss({"logprobs": torch.zeros(batch.tokens), "entropy": entropy}, torched)
+    value = loss.weights["entropy"] * result.terms["entropy"] / loss.counts(torched)["entropy"]
+    assert float(value.detach()) == pytest.approx(-0.1 * mean)
+    value.backward()
+    gradient: Any = entropy.grad
+    assert (gradient[torched["loss_mask"]] < 0).all(), "also those of advantage 0"
+    assert not gradient[~torched["loss_mask"]].any()
+
+
 def test_a_penalty_is_a_term_of_its_own(batch: Batch) -> None:
     reference = np.where(batch["loss_mask"], -2.0, 0.0).astype(np.float32)
     torched = batch.with_columns(reference_logprobs=reference).map(torch.from_numpy)

@@ -77,15 +77,6 @@ class PpoConfig(PolicyConfig):
 class PpoClipConfig(ClipSection, PolicyLossConfig):
     """The clipped policy gradient of PPO, optionally with a likelihood term on right responses and an entropy bonus."""
 
-    entropy_weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none. The mean is that of
-    `aggregation`, as in verl: `constant` divides by `max_length` as well. TRL always takes the mean over tokens."""
-
-    @property
-    def reads_entropy(self) -> bool:
-        """Return whether the loss reads the model's entropy."""
-        return self.entropy or self.entropy_weight > 0
-
 
 @frozen
 class ValueClipConfig(AverageConfig):

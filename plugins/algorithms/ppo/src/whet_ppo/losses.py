@@ -38,13 +38,10 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 
 
 class PpoClip(PolicyLoss):
-    """The clipped policy gradient over tokens, with an entropy bonus; see `whet_ops.losses.clipped_policy_gradient`.
+    """The clipped policy gradient over tokens; see `whet_ops.losses.clipped_policy_gradient`.
 
-    The likelihood term on right responses is from Yue et al. 2025, "VAPO", section 4.3 (arXiv:2504.05118), the entropy
-    bonus from Schulman et al. 2017, equation 9 (arXiv:1707.06347).
+    The likelihood term on right responses is from Yue et al. 2025, "VAPO", section 4.3 (arXiv:2504.05118).
     """
-
-    config: PpoClipConfig
 
     def __init__(self, config: PpoClipConfig) -> None:
         super().__init__(
@@ -54,20 +51,6 @@ class PpoClip(PolicyLoss):
                 config.clamp_log_ratio,
             ),
         )  # fmt: skip
-        if config.entropy_weight:
-            self.weights = {**self.weights, "entropy": config.entropy_weight}
-
-    def live(self, batch: Batch) -> Any:
-        """Return whether each sequence [B] can have a gradient. With an entropy bonus, each with loss tokens can."""
-        return trained(batch["loss_mask"], batch) if self.config.entropy_weight else super().live(batch)
-
-    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Return the sums over this micro-batch."""
-        found = super().__call__(outputs, batch)
-        if not self.config.entropy_weight:
-            return found
-        bonus = self.sum(-outputs["entropy"], batch["loss_mask"], batch)
-        return LossResult({**found.terms, "entropy": bonus}, found.metrics)
 
 
 class ValueClip:

@@ -39,11 +39,12 @@ WEIGHED: Mapping[str, Importance] = {
 
 
 class PolicyLoss:
-    """The average of a formula, a penalty for the distance to the reference policy, a likelihood term, and metrics.
+    """The average of a formula, a penalty for the distance to the reference policy, a likelihood term, an entropy bonus
+    (Schulman et al. 2017, equation 9, arXiv:1707.06347), and metrics.
 
     Without the column `old_logprobs`, the loss uses the policy's own logprobs instead, and the ratio is exactly 1.
     Advantages are per sequence [B] or per token [N]. A sequence whose advantages are all 0 counts in the mean but has
-    no gradient. Exceptions: the penalty is on, or `likelihood` is on and the response is right.
+    no gradient. Exceptions: the penalty or the bonus is on, or `likelihood` is on and the response is right.
     """
 
     def __init__(self, config: PolicyLossConfig, formula: Formula) -> None:
@@ -58,23 +59,30 @@ class PolicyLoss:
         if config.likelihood.weight:
             self.columns = (*self.columns, "reward")
             weights["likelihood"] = config.likelihood.weight
+        if config.entropy_weight:
+            weights["entropy"] = config.entropy_weight
         self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Return the count that divides each term. Sequences without a gradient count too.
 
-        The count of the term `likelihood` is the number of tokens of right responses.
+        The count of the term `likelihood` is the number of tokens of right responses, and that of `entropy` with the
+        mean over tokens the number of trained tokens.
         """
         counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
-        return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
+        if "likelihood" in counts:
+            counts["likelihood"] = self._right(batch).sum()
+        if "entropy" in counts and self.config.entropy_mean == "token":
+            counts["entropy"] = batch["loss_mask"].sum()
+        return counts
 
     def live(self, batch: Batch) -> Any:
         """Return whether each sequence [B] can have a gradient.
 
-        It can if an advantage is not 0, or with `likelihood` if the response is right. With a penalty, each sequence
-        with loss tokens can.
+        It can if an advantage is not 0, or with `likelihood` if the response is right. With a penalty or an entropy
+        bonus, each sequence with loss tokens can.
         """
-        if self.config.kl.weight:
+        if self.config.kl.weight or self.config.entropy_weight:
             return trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
         return moving | trained(self._right(batch), batch) if self.config.likelihood.weight else moving
@@ -107,6 +115,9 @@ class PolicyLoss:
             metrics["likelihood"] = token_mean(-finite(logprobs).detach(), right)
         if self.config.reads_entropy:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
+        if self.config.entropy_weight:
+            by_token, bonus = self.config.entropy_mean == "token", -outputs["entropy"]
+            terms["entropy"] = torch.where(mask, bonus, 0.0).sum() if by_token else self.sum(bonus, mask, batch)
         return LossResult(terms, metrics)
 
     def sum(self, values: Tensor, mask: Tensor, batch: Batch, near: "Tensor | None" = None) -> Tensor:

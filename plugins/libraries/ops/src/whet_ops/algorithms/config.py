@@ -220,11 +220,16 @@ class PolicyLossConfig(AverageConfig):
     """A likelihood term on right responses."""
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
+    entropy_weight: float = field(default=0.0, validator=between(0, FACTOR))
+    """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
+    entropy_mean: Literal["loss", "token"] = "loss"
+    """The mean of the bonus. `loss`: by `aggregation`, as in verl; with `constant` it is divided by `max_length`, too.
+    `token`: over all trained tokens, as in TRL."""
 
     @property
     def reads_entropy(self) -> bool:
         """Return whether the loss reads the model's entropy."""
-        return self.entropy
+        return self.entropy or self.entropy_weight > 0
 
 
 @frozen(slots=False)  # a second base class beside one with slots
