@@ -161,6 +161,17 @@ def test_gspo_has_one_ratio_for_each_sequence(batch: Batch, level: Any) -> None:
     assert metrics["ratio/min"].number() == pytest.approx(second)
 
 
+def test_the_ratio_of_a_sequence_is_clipped_dually(batch: Batch) -> None:
+    """The second response has advantage -2. Its ratio is made 4: its loss stops at 3 times 2, without a gradient."""
+    torched = batch.map(torch.from_numpy)
+    logprobs = torch.from_numpy(np.where(batch["loss_mask"], -1 + math.log(4), 0).astype(np.float32)).requires_grad_()
+    loss = Gspo(GspoConfig(clip_dual=3.0))
+    result = loss({"logprobs": logprobs}, torched)
+    (gradient,) = torch.autograd.grad(result.terms["policy"], logprobs)
+    assert float(result.terms["policy"].detach()) == pytest.approx(-(1 + 4e-4) + 3 * 2, rel=1e-5)
+    assert not gradient.any()
+
+
 def test_a_constant_does_not_favour_short_responses(batch: Batch) -> None:
     value, gradient, _ = computed(ClippedPgConfig(aggregation="constant", max_length=50), batch)
     assert value == pytest.approx(sum(LOSSES) / (3 * 50))

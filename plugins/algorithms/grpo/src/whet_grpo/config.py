@@ -65,7 +65,7 @@ class ClippedPgConfig(ClipSection, GroupLossConfig):
 
 
 @frozen
-class GspoConfig(GroupLossConfig):
+class GspoConfig(ClipSection, GroupLossConfig):
     """GSPO: the clipped policy gradient with one ratio per sequence, the geometric mean of its tokens' ratios."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"

@@ -75,7 +75,7 @@ class Gspo(GroupLoss):
                 config.ratio == "product",
                 config.clamp_log_ratio,
             )
-            return clip_ratio(ratio, a.advantages.float(), config.clip_low, config.clip_high)
+            return clip_ratio(ratio, a.advantages.float(), config.clip_low, config.clip_high, config.clip_dual)
 
         super().__init__(config, formula)
 
