@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from whet.data.batch import Batch
+from whet.errors import PluginError
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo, RoleBaseline, TurnReturns
 from whet_grpo.config import (
     GdpoConfig,
@@ -222,3 +223,22 @@ def test_a_part_is_not_rewarded_for_the_turns_of_earlier_parts() -> None:
     parts = rewritten(whole, [0])
     placed = placed_rewards(parts, parts["reward"], parts["loss_mask"])
     assert placed[parts["loss_mask"]].tolist() == [0, 1 + 10, 0, 2 + 8, 0, 4 + 16]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (np.zeros(9), r"the shape \(9,\); wanted a finite number for each of 2 conversations"),
+        (np.zeros((2, 1)), r"the shape \(2, 1\)"),
+        (np.float64(1.0), r"the shape \(\)"),
+        (None, "the type object"),
+        (np.array([1.0, np.nan]), "numbers that are not finite"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused_with_their_estimator(found: Any, message: str) -> None:
+    class Estimator:
+        def __call__(self, batch: Batch) -> Any:
+            return found
+
+    with pytest.raises(PluginError, match=f"the advantages of Estimator have {message}"):
+        by_conversation(Estimator(), batch_of([[1.0, 2.0], [4.0]], [0, 0]))

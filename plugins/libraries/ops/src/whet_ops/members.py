@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch
+from whet.errors import PluginError
 from whet_ops.gae import at_last
 from whet_ops.reductions import segment_sum
 
@@ -47,8 +48,19 @@ def of_members(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
 
 
 def by_conversation(estimate: Callable[[Batch], Any], batch: Batch) -> NDArray[Any]:
-    """Return what an estimator returns for a batch, [B] or [N]. It gets each conversation as one sequence."""
-    found, (_, conversation) = np.asarray(estimate(joined(batch))), conversations(batch)
+    """Return what an estimator returns for a batch, [B] or [N]. It gets each conversation as one sequence.
+
+    Raises `PluginError` if that is no finite number for each conversation or for each token.
+    """
+    found, (first, conversation) = np.asarray(estimate(joined(batch))), conversations(batch)
+    number = found.dtype.kind in "fiub"
+    if not number or found.shape not in ((len(first),), (batch.tokens,)) or not np.isfinite(found).all():
+        words = f"the shape {found.shape}" if number else f"the type {found.dtype}"
+        words = words if not number or np.isfinite(found).all() else "numbers that are not finite"
+        raise PluginError(
+            f"the advantages of {getattr(estimate, '__name__', type(estimate).__name__)} have {words}; wanted a finite "
+            f"number for each of {len(first)} conversations, or for each of {batch.tokens} tokens"
+        )
     return found if len(found) == batch.tokens else found[conversation]
 
 

@@ -19,7 +19,7 @@ from whet.data import metrics
 from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
-from whet.interfaces.loss import Loss
+from whet.interfaces.loss import Loss, LossResult
 
 MAX_NONFINITE = 3
 """Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
@@ -68,8 +68,12 @@ class LossWorker:
     def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
         """Return the count of each term over all ranks."""
         names = list(loss.weights)
-        mine = loss.counts(self._tensors(batch)) if batch.sequences else {}
-        return dict(zip(names, self._ranks.sum([float(mine.get(name, 0.0)) for name in names]), strict=True))
+        mine = loss.counts(self._tensors(batch)) if batch.sequences else dict.fromkeys(names, 0.0)
+        if set(names) != set(mine):
+            raise WhetError(
+                f"the loss {type(loss).__name__} has counts of {_listed(mine)}, and weights of {_listed(names)}"
+            )
+        return dict(zip(names, self._ranks.sum([float(mine[name]) for name in names]), strict=True))
 
     def _live(self, batch: Batch, loss: Loss) -> Batch:
         """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
@@ -89,7 +93,11 @@ class LossWorker:
     def _of_loss(self, batch: Batch, loss: Loss) -> Any:
         if not batch.sequences:
             return np.zeros(0, np.bool_)
-        return np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+        live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+        if live.shape != (batch.sequences,):
+            shape = f"`live` of the loss {type(loss).__name__} has the shape {live.shape}"
+            raise WhetError(f"{shape}, wanted one truth value for each of {batch.sequences} sequences")
+        return live
 
     def _objective(
         self, outputs: Mapping[str, Tensor], part: Batch, loss: Loss, counts: Mapping[str, float]
@@ -100,9 +108,10 @@ class LossWorker:
         """
         total = torch.zeros((), device=self._device)
         result = loss(outputs, self._tensors(part))
+        _refuse_result(loss, result, outputs)
         for name, value in result.terms.items():
-            if counts.get(name):
-                total = total + value * (loss.weights.get(name, 1.0) / counts[name])
+            if counts[name]:
+                total = total + value * (loss.weights[name] / counts[name])
         return total, dict(result.metrics)
 
     def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:
@@ -127,6 +136,26 @@ class LossWorker:
     def _tensor(self, column: Any) -> Tensor:
         writable = column if column.flags.writeable else column.copy()
         return torch.from_numpy(writable).to(self._device)
+
+
+def _refuse_result(loss: Loss, result: Any, outputs: Mapping[str, Tensor]) -> None:
+    """Raise `WhetError` if a loss returned what would be left out, or would train nothing, without a word."""
+    who = f"the loss {type(loss).__name__}"
+    if not isinstance(result, LossResult):
+        raise WhetError(f"{who} returned {type(result).__name__}, wanted a LossResult")
+    if result.terms.keys() - loss.weights.keys():
+        raise WhetError(f"{who} returned the terms {_listed(result.terms)}, and has weights of {_listed(loss.weights)}")
+    learns = torch.is_grad_enabled() and any(output.requires_grad for output in outputs.values())
+    for name, value in result.terms.items():
+        if not isinstance(value, Tensor) or value.ndim:
+            found = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+            raise WhetError(f"the term {name} of {who} is {found}, wanted a tensor of one number: the sum")
+        if learns and not value.requires_grad and value != 0:
+            raise WhetError(f"the term {name} of {who} has no gradient, so it trains nothing: is it detached?")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def room(name: str, batch: Batch) -> Any:

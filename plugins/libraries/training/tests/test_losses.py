@@ -1,0 +1,102 @@
+"""A loss that breaks its contract is refused: what it returns must not be left out, or train nothing, silently."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.data.batch import Batch, from_sequences
+from whet.errors import WhetError
+from whet.interfaces.loss import LossResult
+
+torch = pytest.importorskip("torch")
+
+from whet_training.losses import LossWorker  # noqa: E402
+
+
+class Worker(LossWorker):
+    def __init__(self) -> None:
+        self._ranks = SimpleNamespace(sum=list)
+        self._device, self._losses = torch.device("cpu"), {}
+
+
+class Sum:
+    """A sound loss: the sum of logprobs."""
+
+    columns: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("logprobs",)
+    weights: Any = {"policy": 2.0}
+
+    def counts(self, batch: Batch) -> Any:
+        return {"policy": batch.tokens}
+
+    def live(self, batch: Batch) -> Any:
+        return torch.ones(batch.sequences, dtype=torch.bool)
+
+    def __call__(self, outputs: Any, batch: Batch) -> Any:
+        return LossResult({"policy": outputs["logprobs"].sum()})
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return from_sequences([{"tokens": range(n), "loss_mask": np.ones(n, bool)} for n in (2, 3)], prompt_lengths=[1, 1])
+
+
+def objective(loss: Any, batch: Batch) -> Any:
+    worker = Worker()
+    outputs = {"logprobs": torch.arange(float(batch.tokens)).requires_grad_()}
+    return worker._objective(outputs, batch, loss, worker._counts(loss, batch))
+
+
+def test_a_sound_loss_is_weighed_and_normalised(batch: Batch) -> None:
+    total, _ = objective(Sum(), batch)
+    assert float(total.detach()) == pytest.approx(2.0 * 10 / 5)
+    with torch.no_grad():
+        assert float(objective(Sum(), batch)[0]) == pytest.approx(4.0)
+
+
+RESULTS = {
+    "another term": (lambda sum: LossResult({"other": sum}), "returned the terms other, and has weights of policy"),
+    "a number": (lambda sum: LossResult({"policy": sum.item()}), "the term policy .* is 10.0, wanted a tensor"),
+    "each token": (lambda sum: LossResult({"policy": sum.expand(5)}), r"of the shape \(5,\), wanted a tensor of one"),
+    "detached": (lambda sum: LossResult({"policy": sum.detach()}), "has no gradient, so it trains nothing"),
+    "no result": (lambda sum: sum, "returned Tensor, wanted a LossResult"),
+}
+
+
+@pytest.mark.parametrize(("result", "message"), RESULTS.values(), ids=RESULTS)
+def test_a_result_that_would_train_nothing_is_refused(batch: Batch, result: Any, message: str) -> None:
+    class Wrong(Sum):
+        def __call__(self, outputs: Any, batch: Batch) -> Any:
+            return result(outputs["logprobs"].sum())
+
+    with pytest.raises(WhetError, match=f"Wrong.*{message}|{message}"):
+        objective(Wrong(), batch)
+
+
+def test_a_term_that_has_nothing_to_learn_needs_no_gradient(batch: Batch) -> None:
+    class Nothing(Sum):
+        def __call__(self, outputs: Any, batch: Batch) -> Any:
+            return LossResult({"policy": torch.zeros(())})
+
+    assert float(objective(Nothing(), batch)[0]) == 0.0
+
+
+def test_counts_of_other_terms_are_refused(batch: Batch) -> None:
+    class Miscounted(Sum):
+        def counts(self, batch: Batch) -> Any:
+            return {}
+
+    with pytest.raises(WhetError, match="the loss Miscounted has counts of none, and weights of policy"):
+        objective(Miscounted(), batch)
+
+
+def test_live_has_a_value_for_each_sequence(batch: Batch) -> None:
+    class Short(Sum):
+        def live(self, batch: Batch) -> Any:
+            return torch.ones(1, dtype=torch.bool)
+
+    assert len(Worker()._live(batch, Sum())["lengths"]) == 2
+    with pytest.raises(WhetError, match=r"`live` of the loss Short has the shape \(1,\), wanted .* 2 sequences"):
+        Worker()._live(batch, Short())
