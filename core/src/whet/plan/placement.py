@@ -190,27 +190,21 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     if why := _apart(backend, generator, in_place=in_place):
         raise ConfigError(why)
     adapter, words = adapter_of(content, roles, name, cluster.transport)
-    transport = choose_transport(
-        [one for one in backend.facts.transports if adapter is None or one not in STREAMED],
-        generator.facts.transports,
-        same_process=same_process,
-        same_host=same_host,
-        same_gpu=all(gpus) and len({*gpus, backend.ranks, receivers}) == 1 and together and not inline,
-        # NCCL refuses two members of a group on one GPU.
-        own_gpus=all(gpus) and not together and backend.ranks <= backend.gpus and receivers <= generator.gpus,
-        wanted=cluster.transport,
-        together=together,
-        in_place=in_place,
-    )
-    where = (
-        "in the same processes"
-        if transport == IN_PLACE
-        else "in one process"
-        if same_process
-        else "on one machine"
-        if same_host
-        else "on nodes that the launcher will choose"
-    )
+    # NCCL refuses two members of a group on one GPU.
+    own_gpus = all(gpus) and not together and backend.ranks <= backend.gpus and receivers <= generator.gpus
+    reachable = {
+        IN_PLACE: in_place,
+        "shared": same_process,
+        "cuda-ipc": all(gpus) and len({*gpus, backend.ranks, receivers}) == 1 and together and not inline,
+        "broadcast": own_gpus or (cluster.transport == "broadcast" and not together),
+        "shared-memory": True,
+        "disk": True,
+    }
+    place = "on one machine" if same_host else "on nodes that the launcher will choose"
+    place = "in one process" if same_process else place
+    offered = [one for one in backend.facts.transports if adapter is None or one not in STREAMED]
+    transport = choose_transport(offered, generator.facts.transports, reachable, cluster.transport, place)
+    where = "in the same processes" if transport == IN_PLACE else place
     if same_process and transport not in (IN_PLACE, "shared"):
         where += ", and not both offer shared"
     if transport == IN_PLACE and roles.backend.adapter and adapter is None:
@@ -245,36 +239,17 @@ def _apart(backend: Role, generator: Role, *, in_place: bool) -> str:
 
 
 def choose_transport(
-    sender: Sequence[str],
-    receiver: Sequence[str],
-    *,
-    same_process: bool,
-    same_host: bool,
-    same_gpu: bool = False,
-    own_gpus: bool = False,
-    together: bool = False,
-    in_place: bool = False,
-    wanted: str = "",
+    sender: Sequence[str], receiver: Sequence[str], reachable: Mapping[str, bool], wanted: str, place: str
 ) -> str:
-    """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
+    """Choose the way to hand weights over: the sender's best that the receiver knows and that reaches it.
 
-    `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
-    `own_gpus`: each has its own; `together`: they share processes or GPUs; `in_place`: equally many ranks share their
-    processes, one of each. `wanted` is what the config insists on.
+    `sender` and `receiver` are the transports of their facts, best first. `reachable` says of each transport whether
+    the placement allows it, `wanted` is what the config insists on, and `place` says in words where the two are.
     Raises `ConfigError` saying why none fits.
     """
-    reachable = {
-        IN_PLACE: in_place,
-        "shared": same_process,
-        "cuda-ipc": same_gpu,
-        "broadcast": own_gpus or (wanted == "broadcast" and not together),
-        "shared-memory": True,
-        "disk": True,
-    }
     for transport in [wanted] if wanted else sender:
         if transport in sender and transport in receiver and reachable.get(transport, False):
             return transport
-    place = "in one process" if same_process else "on one machine" if same_host else "on different machines"
     what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
     raise ConfigError(
         f"{what}: the backend offers {_listed(sender)}, the generator takes {_listed(receiver)}, and they are {place}; "

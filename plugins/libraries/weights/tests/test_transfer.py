@@ -269,13 +269,14 @@ def test_files_hold_no_pickle_and_say_what_they_are(tmp_path: Path) -> None:
 
 
 def test_the_best_transport_that_both_know_and_the_placement_allows_is_chosen() -> None:
-    known = TRANSPORTS
-    assert choose_transport(known, known, same_process=True, same_host=True) == "shared"
-    assert choose_transport(known, known, same_process=False, same_host=True) == "shared-memory"
-    assert choose_transport(known, known, same_process=False, same_host=False) == "shared-memory"
-    assert choose_transport(known, ("shared", "disk"), same_process=False, same_host=False) == "disk"
-    assert choose_transport(("disk", "shared"), known, same_process=True, same_host=True) == "disk"
+    known, apart = TRANSPORTS, {"shared-memory": True, "disk": True}
+    near = {"shared": True, **apart}
+    assert choose_transport(known, known, near, "", "in one process") == "shared"
+    assert choose_transport(known, known, apart, "", "on one machine") == "shared-memory"
+    assert choose_transport(known, known, apart, "", "on different machines") == "shared-memory"
+    assert choose_transport(known, ("shared", "disk"), apart, "", "on different machines") == "disk"
+    assert choose_transport(("disk", "shared"), known, near, "", "in one process") == "disk"
     with pytest.raises(ConfigError, match="backend offers shared, the generator takes disk, and they are in one"):
-        choose_transport(("shared",), ("disk",), same_process=True, same_host=True)
+        choose_transport(("shared",), ("disk",), near, "", "in one process")
     with pytest.raises(ConfigError, match="on different machines"):
-        choose_transport(("shared", "cuda-ipc"), known, same_process=False, same_host=False)
+        choose_transport(("shared", "cuda-ipc"), known, apart, "", "on different machines")
