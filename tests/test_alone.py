@@ -13,16 +13,18 @@ from whet.plugins.registry import load_plugins
 from whet_start.recipes import recipes
 
 ROOT = Path(__file__).parents[1]
-ALONE = """
-import sys, whet.cli.commands, whet.plugins.registry
-whet.cli.commands.distributions = whet.plugins.registry.distributions = lambda: []
+WITH = """
+import whet.cli.commands, whet.plugins.registry
+found = [one for one in whet.plugins.registry.distributions() if one.name in {names}]
+entries = [entry for one in found for entry in one.entry_points]
+whet.plugins.registry.distributions = lambda: found
+whet.cli.commands.entry_points = lambda group: [entry for entry in entries if entry.group == group]
 from whet.cli import main
 main()
 """
+ALONE = WITH.format(names=[])
 """The command line where no plugin is installed."""
-WITH_START = ALONE.replace("lambda: []", "lambda: [one for one in found if one.name == 'whet-start']").replace(
-    "\nwhet.cli", "\nfound = list(whet.plugins.registry.distributions())\nwhet.cli"
-)
+WITH_START = WITH.format(names=["whet-start"])
 """The same with whet-start alone, which brings `whet plugins`."""
 
 

@@ -28,11 +28,13 @@ def command(site: Path, tmp_path: Path, programs: Programs) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     alone = (
         "import importlib.metadata, pathlib, whet.cli.commands, whet.plugins.catalog, whet.plugins.registry;"
+        "from whet.installed import entry_points;"
         "from whet.cli import main;"
         f"own = pathlib.Path({str(site / 'catalog.json')!r});"
         "whet.plugins.catalog.FILE = own if own.exists() else whet.plugins.catalog.FILE;"
-        f"found = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
-        "whet.cli.commands.distributions = whet.plugins.registry.distributions = found; main()"
+        f"whet.plugins.registry.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
+        f"here = lambda entry: entry.dist.locate_file('') == pathlib.Path({str(site)!r});"
+        "whet.cli.commands.entry_points = lambda group: filter(here, entry_points(group)); main()"
     )
 
     def run(*arguments: str, code: str = "") -> "subprocess.CompletedProcess[str]":

@@ -128,7 +128,11 @@ def test_the_end_of_a_run_names_a_command_only_where_it_is_installed_and_meant_f
     from whet.cli.run import nothing_left
     from whet.run.compose import Outcome
 
-    monkeypatch.setattr(commands, "distributions", lambda: importlib.metadata.distributions(path=[str(site)]))
+    def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+        here = importlib.metadata.distributions(path=[str(site)])
+        return [entry for one in here for entry in one.entry_points if entry.group == group]
+
+    monkeypatch.setattr(commands, "entry_points", entry_points)
     outcome = Outcome(site, 3, finished=True, before=True)
     assert f"\nresults: {site}\n" in nothing_left("it.yaml", (), outcome)
     install_command("whet-shine", "shine", SHINE, summary="Make it shine.")

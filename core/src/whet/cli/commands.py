@@ -24,7 +24,7 @@ import click
 
 from whet.cli.command import Utf8
 from whet.errors import in_words
-from whet.installed import distributions, normal
+from whet.installed import entry_points
 
 GROUP, AFTER_RUN = "whet.commands", "whet.after_run"
 
@@ -109,19 +109,8 @@ class Commands(Utf8, click.Group):
 
 
 def installed(group: str = GROUP) -> Iterator[Offer]:
-    """Yield the commands of installed distributions. Of two that have one name the first on the path is imported."""
-    seen = set()
-    for distribution in distributions():
-        try:
-            if group not in (distribution.read_text("entry_points.txt") or ""):  # most: reading a name is slow
-                continue
-            name = normal(distribution.name)
-            entries = [entry for entry in distribution.entry_points if entry.group == group]
-        except Exception:  # its metadata cannot be read: it offers nothing
-            continue
-        if name not in seen:
-            yield from (Offer(entry, distribution) for entry in entries)
-        seen.add(name)
+    """Return the commands of installed distributions. Of two that have one name the first on the path is imported."""
+    return (Offer(entry, entry.dist) for entry in entry_points(group) if entry.dist is not None)
 
 
 def after_run(folder: Path) -> list[str]:

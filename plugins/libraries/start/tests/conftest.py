@@ -30,9 +30,11 @@ def programs() -> Iterator[Programs]:
 def alone(site: Path, tmp_path: Path, programs: Programs) -> "Callable[..., subprocess.CompletedProcess[str]]":
     """Run `whet plugins` with arguments in a process of its own, which sees the distributions of `site` alone."""
     code = (
-        "import importlib.metadata, whet.cli.app, whet.cli.commands, whet.plugins.registry, whet_start.plugins;"
-        f"found = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
-        "whet.cli.commands.distributions = whet.plugins.registry.distributions = found;"
+        "import importlib.metadata, pathlib, whet.cli.app, whet.cli.commands, whet.plugins.registry;"
+        "import whet_start.plugins; from whet.installed import entry_points;"
+        f"whet.plugins.registry.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
+        f"here = lambda entry: entry.dist.locate_file('') == pathlib.Path({str(site)!r});"
+        "whet.cli.commands.entry_points = lambda group: filter(here, entry_points(group));"
         "whet.cli.app.group.add_command(whet_start.plugins.plugins); whet.cli.main()"
     )
     variables = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
