@@ -86,7 +86,8 @@ def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
     """
     writer = _Writer(packed)
     try:
-        return writer.message(writer.tree(value))
+        document = {"value": writer.tree(value), "arrays": writer.arrays}
+        return [json.dumps(document, separators=(",", ":")).encode("ascii"), *writer.buffers]
     except _UnsendableError:
         where, what = _find_unsendable(value, "the value") or ("the value", type(value).__name__)
         raise WireError(f"{where} is {what}; {_WANTED}") from None
@@ -122,11 +123,6 @@ class _Writer:
         self.buffers: list[Buffer] = []
         self._packs, self._repeats = packed, _MOST_REPEATS
 
-    def message(self, tree: Any) -> list[Buffer]:
-        """Return the message: a header with the tree, then all buffers."""
-        header = json.dumps({"value": tree, "arrays": self.arrays}, separators=(",", ":")).encode("ascii")
-        return [header, *self.buffers]
-
     def tree(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
@@ -149,10 +145,7 @@ class _Writer:
         return {TAG: "tuple", "of": self.items(value)}
 
     def bytes(self, value: Buffer) -> dict[str, Any]:
-        view = memoryview(value).cast("B")
-        self.arrays.append(["uint8", len(view)])
-        self.buffers.append(view)
-        return {TAG: "bytes", "at": len(self.arrays) - 1}
+        return {TAG: "bytes", "at": self.append(np.asarray(memoryview(value).cast("B")))}
 
     def array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
         return {TAG: "array", "at": self.append(value)}
@@ -241,10 +234,20 @@ class _Reader:
             return self.items(tree)
         if type(tree) is not dict:
             return tree
-        tag = tree.get(TAG)
-        if tag is None:
-            return {key: self.value(item) for key, item in tree.items()}
-        return self.tagged(tag, tree)
+        match tag := tree.get(TAG):
+            case None:
+                return {key: self.value(item) for key, item in tree.items()}
+            case "array":
+                return self.array(tree["at"])
+            case "bytes":
+                return self.array(tree["at"]).tobytes()
+            case "tuple":
+                return tuple(self.items(tree["of"]))
+            case "dict":
+                return self.dictionary(tree["keys"], self.items(tree["values"]))
+            case "repeat" | "ragged" | "rows":
+                return self.items(tree)
+        return self.record(tag)(*self.items(tree["of"]))
 
     def items(self, tree: Any) -> list[Any]:
         """Return the list that `_Writer.items` wrote."""
@@ -264,20 +267,6 @@ class _Reader:
             case "rows":
                 return self.rows(tree)
         raise WireError(f"a message is damaged: {tree[TAG]!r:.40} stands where a list should")
-
-    def tagged(self, tag: Any, tree: dict[str, Any]) -> Any:
-        match tag:
-            case "array":
-                return self.array(tree["at"])
-            case "bytes":
-                return self.array(tree["at"]).tobytes()
-            case "tuple":
-                return tuple(self.items(tree["of"]))
-            case "dict":
-                return self.dictionary(tree["keys"], self.items(tree["values"]))
-            case "repeat" | "ragged" | "rows":
-                return self.items(tree)
-        return self.record(tag)(*self.items(tree["of"]))
 
     def rows(self, tree: dict[str, Any]) -> list[Any]:
         columns = [self.items(column) for column in tree["columns"]]
