@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,17 @@ from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
 
 
+def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, checkpoint.Save]) -> Path:
+    return checkpoint.begin(run, step, state, saves)()
+
+
 def save_weights(folder: Path) -> None:
     (folder / "weights.bin").write_bytes(b"w" * 1000)
 
 
 def test_what_is_written_is_read(tmp_path):
     run = RunFolder(tmp_path)
-    checkpoint.write(run, 3, {"rollouts": {"groups": {"a": 7}}}, {"backend": save_weights})
+    write(run, 3, {"rollouts": {"groups": {"a": 7}}}, {"backend": save_weights})
     found = checkpoint.latest(run)
     assert found is not None
     assert (found.step, found.state["rollouts"]) == (3, {"groups": {"a": 7}})
@@ -37,7 +43,7 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
 def test_the_newest_is_picked_and_old_ones_are_pruned(tmp_path):
     run = RunFolder(tmp_path)
     for step in (5, 10, 15):
-        checkpoint.write(run, step, {}, {"backend": save_weights})
+        write(run, step, {}, {"backend": save_weights})
     checkpoint.prune(run, 2)
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-000010", "step-000015"]
     assert checkpoint.latest(run).step == 15
@@ -45,14 +51,14 @@ def test_the_newest_is_picked_and_old_ones_are_pruned(tmp_path):
 
 def test_a_failing_save_leaves_the_one_before(tmp_path):
     run = RunFolder(tmp_path)
-    checkpoint.write(run, 5, {}, {"backend": save_weights})
+    write(run, 5, {}, {"backend": save_weights})
 
     def broken(folder: Path) -> None:
         save_weights(folder)
         raise WhetError("the disk is full")
 
     with pytest.raises(WhetError):
-        checkpoint.write(run, 10, {}, {"backend": broken})
+        write(run, 10, {}, {"backend": broken})
     assert checkpoint.latest(run).step == 5
     assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-000005"]
 
@@ -60,7 +66,7 @@ def test_a_failing_save_leaves_the_one_before(tmp_path):
 @pytest.mark.parametrize("harm", ["flip", "shorten", "remove"])
 def test_a_damaged_file_is_named(tmp_path, harm):
     run = RunFolder(tmp_path)
-    file = checkpoint.write(run, 5, {}, {"backend": save_weights}) / "backend" / "weights.bin"
+    file = write(run, 5, {}, {"backend": save_weights}) / "backend" / "weights.bin"
     if harm == "flip":
         file.write_bytes(b"w" * 999 + b"x")
     elif harm == "shorten":
@@ -73,7 +79,7 @@ def test_a_damaged_file_is_named(tmp_path, harm):
 
 def test_a_manifest_that_points_outside_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder = write(run, 5, {}, {"backend": save_weights})
     (tmp_path / "secret").write_text("s")
     manifest = {"step": 5, "files": {"../../secret": [1, 0]}}
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
@@ -84,7 +90,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", '{"files": 3}', "nonsense"])
 def test_a_manifest_that_is_no_manifest_gives_an_error_in_words(tmp_path, content):
     run = RunFolder(tmp_path)
-    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder = write(run, 5, {}, {"backend": save_weights})
     (folder / checkpoint.MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.latest(run)
@@ -101,7 +107,7 @@ def save(folder):
 run, step = RunFolder(sys.argv[1]), 0
 while True:
     step += 1
-    checkpoint.write(run, step, {"note": step}, {"backend": save})
+    checkpoint.begin(run, step, {"note": step}, {"backend": save})()
     checkpoint.prune(run, 2)
     if step == 1:
         print("ready", flush=True)
@@ -139,7 +145,7 @@ def test_differences_are_shown_by_path_and_may_be_allowed():
 def test_a_checkpoint_without_its_manifest_is_not_passed_over(tmp_path):
     run = RunFolder(tmp_path)
     for step in (5, 10):
-        checkpoint.write(run, step, {}, {"backend": save_weights})
+        write(run, step, {}, {"backend": save_weights})
     (run.checkpoints / "step-000010" / checkpoint.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"step-000010 is damaged: it lacks complete\.json"):
         checkpoint.latest(run)
@@ -147,7 +153,7 @@ def test_a_checkpoint_without_its_manifest_is_not_passed_over(tmp_path):
 
 def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder = write(run, 5, {}, {"backend": save_weights})
     folder.rename(folder.with_name("step-000010"))
     with pytest.raises(CheckpointError, match=r"was moved: .* name the steps 5 and 10"):
         checkpoint.latest(run)
@@ -156,7 +162,7 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
 @pytest.mark.parametrize("position", [1e300, [], "12", {"epoch": 4}, {"records": 1.5}])
 def test_a_position_in_the_data_that_is_none_is_refused(tmp_path, position):
     run = RunFolder(tmp_path)
-    checkpoint.write(run, 5, {"data": position}, {"backend": save_weights})
+    write(run, 5, {"data": position}, {"backend": save_weights})
     with pytest.raises(CheckpointError, match=r"`data` of state.json is .*, wanted numbers by name"):
         checkpoint.latest(run)
 
@@ -164,7 +170,7 @@ def test_a_position_in_the_data_that_is_none_is_refused(tmp_path, position):
 @pytest.mark.parametrize("position", [{}, {"records": 12}, {"records": 12, "epoch": 40}])
 def test_a_position_in_the_data_is_read(tmp_path, position):
     run = RunFolder(tmp_path)
-    checkpoint.write(run, 5, {"data": position}, {"backend": save_weights})
+    write(run, 5, {"data": position}, {"backend": save_weights})
     found = checkpoint.latest(run)
     assert found is not None
     assert found.state["data"] == position
@@ -172,7 +178,7 @@ def test_a_position_in_the_data_is_read(tmp_path, position):
 
 def test_a_manifest_that_lists_nothing_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder = write(run, 5, {}, {"backend": save_weights})
     (folder / checkpoint.MANIFEST).write_text('{"step": 5, "files": {}}')
     with pytest.raises(CheckpointError, match=r"does not list state\.json"):
         checkpoint.latest(run)
@@ -216,7 +222,7 @@ def test_a_save_that_is_cut_short_at_any_call_leaves_the_one_before_in_force(tmp
         return lambda: save_weights(folder)
 
     run, outcomes, number = RunFolder(tmp_path), [], 0
-    checkpoint.write(run, 5, {}, {"backend": save, "roles/critic": save})
+    write(run, 5, {}, {"backend": save, "roles/critic": save})
     for owner, names in calls.items():
         for name in names:
             monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
@@ -224,7 +230,7 @@ def test_a_save_that_is_cut_short_at_any_call_leaves_the_one_before_in_force(tmp
         number += 1
         left = number
         try:
-            checkpoint.write(run, 10, {}, {"backend": save, "roles/critic": save})
+            write(run, 10, {}, {"backend": save, "roles/critic": save})
             outcomes.append("whole")
         except Killed:
             outcomes.append(str(checkpoint.latest(run).step))
@@ -236,7 +242,7 @@ def test_a_save_that_is_cut_short_at_any_call_leaves_the_one_before_in_force(tmp
 
 def scored(run, steps):
     for step, value in steps.items():
-        checkpoint.write(run, step, {"metrics": {"evaluation/test/correct": value}}, {"backend": save_weights})
+        write(run, step, {"metrics": {"evaluation/test/correct": value}}, {"backend": save_weights})
 
 
 def kept(run):
@@ -250,7 +256,7 @@ def kept(run):
 def test_the_best_are_never_pruned(tmp_path, mode, count, expected):
     run = RunFolder(tmp_path)
     scored(run, {10: 0.1, 20: 0.9, 30: 0.9, 40: 0.2, 50: float("nan")})
-    checkpoint.write(run, 60, {"metrics": {"loss": 9.0}}, {"backend": save_weights})
+    write(run, 60, {"metrics": {"loss": 9.0}}, {"backend": save_weights})
     checkpoint.prune(run, 2, KeepBestSection("evaluation/test/correct", mode, count))
     assert kept(run) == expected
 
@@ -259,7 +265,7 @@ def test_the_best_are_never_pruned(tmp_path, mode, count, expected):
 def test_of_a_loss_the_smallest_is_the_best(tmp_path, metric, best):
     run = RunFolder(tmp_path)
     for step, value in ((10, 1.0), (20, 2.0)):
-        checkpoint.write(run, step, {"metrics": {metric: value}}, {"backend": save_weights})
+        write(run, step, {"metrics": {metric: value}}, {"backend": save_weights})
     assert checkpoint.ranking(run, KeepBestSection(metric))[0] == best
     assert checkpoint.ranking(run, KeepBestSection(metric, "max"))[0] == 20
 

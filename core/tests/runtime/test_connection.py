@@ -62,7 +62,7 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
 
     yield one
     for connection in made:
-        connection.end(0.0)
+        end_all([connection], 0.0)
     deadline_watch.stop()
     traffic.stop()
 

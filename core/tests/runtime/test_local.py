@@ -21,7 +21,7 @@ from whet.errors import ConfigError, WorkerError, WorkerLost
 from whet.interfaces.workers import WorkerGroup
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.channel import Line, send
-from whet.runtime.connection import Call, Connection
+from whet.runtime.connection import Call, Connection, end_all
 from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.local import LocalCluster, LocalProcess
 from whet.runtime.traffic import Traffic
@@ -360,7 +360,7 @@ def test_an_answer_that_takes_longer_to_come_than_silence_may_last_is_not_silenc
     connection.expect_heartbeats(0.8)
     connection.ask(7, encode({}), call)
     assert answer.result(30) == bytes(1 << 20)
-    connection.end(time.monotonic())
+    end_all([connection], time.monotonic())
     deadline_watch.stop()
     traffic.stop()
 

@@ -48,11 +48,6 @@ class Checkpoint:
         return self.folder / name
 
 
-def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Save]) -> Path:
-    """Write a checkpoint of a step."""
-    return begin(run, step, state, saves)()
-
-
 def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Save]) -> Callable[[], Path]:
     """Start a checkpoint of a step, and return the function that completes it, on any thread. `saves` maps subfolders
     to functions that save there.

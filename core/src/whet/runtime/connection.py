@@ -233,10 +233,6 @@ class Connection:
             self._cause = self._cause or "its process was closed"
         self.tell({"do": "exit"})
 
-    def end(self, deadline: float) -> None:
-        """Wait for the end of the process, and kill it at `deadline`; see `end_all`."""
-        end_all([self], deadline)
-
     def gone_by(self, deadline: float) -> bool:
         """Wait for the end of the process until `deadline`, in the seconds of `time.monotonic`. Return if it ended."""
         return self._gone.wait(max(0.0, deadline - time.monotonic()))

@@ -184,7 +184,7 @@ class ConnectedWorkers:
             raise WorkerError(self.role, rank, "start", why)
         lost = self._connections[rank]
         lost.kill(WorkerError(self.role, rank, "start", "it is started anew"))
-        lost.end(time.monotonic())
+        end_all([lost], time.monotonic())
         lost.exit(self._slot)
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].slots.add(self._slot)

@@ -15,8 +15,12 @@ from whet.run.run_folder import RunFolder
 from whet_jobs.jobs import _alone, _best, _load, _whole, exported
 
 
+def write(run, step, state, backend):
+    checkpoint.begin(run, step, state, {"backend": backend})()
+
+
 def save(run, step):
-    checkpoint.write(run, step, {}, {"backend": lambda folder: (folder / "weights").write_text(str(step))})
+    write(run, step, {}, lambda folder: (folder / "weights").write_text(str(step)))
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_makes_way_for_the_newest(tmp_path):
@@ -111,7 +115,7 @@ def test_a_checkpoint_that_a_rewound_run_took_back_is_not_missed(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    checkpoint.write(run, 1, {"identity": {"run": {"seed": 1}}}, {"backend": lambda folder: None})
+    write(run, 1, {"identity": {"run": {"seed": 1}}}, lambda folder: None)
     run.write_json("identity.json", {"run": {"seed": 0}})
     with pytest.raises(CheckpointError, match=r"saved by another run than .*\n  run\.seed: the run has 1, .* gives 0"):
         exported(run, None)
@@ -125,7 +129,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_a_checkpoint_of_an_earlier_version_or_of_other_ranks_is_exported(tmp_path):
     run = RunFolder(tmp_path)
     rollout, split = {"order": "admission"}, {"parallel": {"tensor": 2}}
-    checkpoint.write(run, 1, {"identity": {"rollout": rollout, "backend": split}}, {"backend": lambda folder: None})
+    write(run, 1, {"identity": {"rollout": rollout, "backend": split}}, lambda folder: None)
     now = {"rollout": {**rollout, "max_staleness": 0}, "backend": {"parallel": {"tensor": 1}}}
     run.write_json("identity.json", now)
     config = Config(RunSection("x", 1), ModelSection("x"), algorithm=cast(Any, None), backend=cast(Any, None))
@@ -154,7 +158,7 @@ def test_what_fails_to_be_exported_leaves_nothing(tmp_path, there):
 def test_the_best_checkpoint_is_chosen_by_the_metric_of_the_config(tmp_path):
     run = RunFolder(tmp_path)
     for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
-        checkpoint.write(run, step, {"metrics": {"evaluation/test/correct": value}}, {"backend": lambda folder: None})
+        write(run, step, {"metrics": {"evaluation/test/correct": value}}, lambda folder: None)
 
     def config(best: KeepBestSection | None) -> Config:
         run = RunSection(folder=str(tmp_path), steps=3, keep_best=best)
