@@ -57,11 +57,11 @@ def rooms(
         on_gpus = {gpu: [one for one in here if gpu in one.gpus] for one in here for gpu in one.gpus}
         for gpu, living in sorted(on_gpus.items()):
             has = node.gpu_bytes[gpu] if gpu < len(node.gpu_bytes) else None
-            held = _Held([(one.role.role, term) for one in living for term in _of_gpu(one, has)], turns)
-            found.append(held.room(f"GPU {gpu}", number, has))
+            on_gpu = [(one.role.role, term) for one in living for term in _of_gpu(one, has)]
+            found.append(_room(on_gpu, turns, f"GPU {gpu}", number, has))
         on_host = [(one.role.role, term) for one in here for term in _of_host(one, turns)]
         if on_host:
-            found.append(_Held(on_host, turns).room(HOST, number, node.memory_bytes))
+            found.append(_room(on_host, turns, HOST, number, node.memory_bytes))
     return found
 
 
@@ -142,34 +142,30 @@ def _problem(room: Room, machine: Machine) -> Problem:
     )
 
 
-@frozen
-class _Held:
-    """What roles hold in one memory; a role occurs once for each of its ranks there."""
+def _room(
+    terms: Sequence[tuple[str, MemoryTerm]], turns: Sequence[Sequence[str]], place: str, node: int, has: int | None
+) -> Room:
+    """Find the worst moment of one memory, from what roles hold there: a role occurs once for each of its ranks."""
+    loading = [one for one in terms if one[1].when == "loading"]
+    by_role = [[one for one in loading if one[0] == role] for role in dict.fromkeys(role for role, _ in loading)]
+    worst = max(map(_sums, [_working(terms, turns), *by_role]), key=lambda sums: sum(sums.values()))
+    largest = sorted(worst.items(), key=lambda item: -item[1])
+    change = {_words(role, term): term.change for role, term in terms}
+    changes = tuple(change[words] for words, _ in largest if change[words])
+    return Room(place, node, has, sum(worst.values()), tuple(largest), changes)
 
-    terms: Sequence[tuple[str, MemoryTerm]]
-    turns: Sequence[Sequence[str]]
 
-    def room(self, place: str, node: int, has: int | None) -> Room:
-        """Find the worst moment."""
-        loading = [one for one in self.terms if one[1].when == "loading"]
-        by_role = [[one for one in loading if one[0] == role] for role in dict.fromkeys(role for role, _ in loading)]
-        worst = max(map(_sums, [self._working(), *by_role]), key=lambda sums: sum(sums.values()))
-        largest = sorted(worst.items(), key=lambda item: -item[1])
-        change = {_words(role, term): term.change for role, term in self.terms}
-        changes = tuple(change[words] for words, _ in largest if change[words])
-        return Room(place, node, has, sum(worst.values()), tuple(largest), changes)
-
-    def _working(self) -> list[tuple[str, MemoryTerm]]:
-        """Return the terms that are held at one time. Of roles that take turns, the larger side counts."""
-        working = [one for one in self.terms if one[1].when == "working"]
-        changing = {role for side in self.turns for role in side}
-        always = [one for one in working if one[0] not in changing or one[1].place == "host" or one[1].lent]
-        sides = [[one for one in working if one[0] in side and one not in always] for side in self.turns]
-        # During a weight sync the backend alone is awake of the roles of training, and generators are for weights.
-        sending = [one for side in sides[:1] for one in side if one[0] == "backend" and one[1].kept_asleep]
-        syncing = [one for one in sending if one[1].woken] or sending
-        syncing += [one for side in sides[1:] for one in side if one[1].woken]
-        return [*always, *max([*sides, syncing], key=lambda side: sum(term.bytes for _, term in side))]
+def _working(terms: Sequence[tuple[str, MemoryTerm]], turns: Sequence[Sequence[str]]) -> list[tuple[str, MemoryTerm]]:
+    """Return the terms that are held at one time. Of roles that take turns, the larger side counts."""
+    working = [one for one in terms if one[1].when == "working"]
+    changing = {role for side in turns for role in side}
+    always = [one for one in working if one[0] not in changing or one[1].place == "host" or one[1].lent]
+    sides = [[one for one in working if one[0] in side and one not in always] for side in turns]
+    # During a weight sync the backend alone is awake of the roles of training, and generators are for weights.
+    sending = [one for side in sides[:1] for one in side if one[0] == "backend" and one[1].kept_asleep]
+    syncing = [one for one in sending if one[1].woken] or sending
+    syncing += [one for side in sides[1:] for one in side if one[1].woken]
+    return [*always, *max([*sides, syncing], key=lambda side: sum(term.bytes for _, term in side))]
 
 
 def _words(role: str, term: MemoryTerm) -> str:
