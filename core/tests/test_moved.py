@@ -40,6 +40,12 @@ def test_a_module_of_another_distribution_is_found_by_its_path_of_before() -> No
         from whet.data.pairs import encode_pair  # noqa: F401 -- the path of before itself is tested
 
 
+def test_load_plugins_is_found_in_its_room_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"whet\.plugins\.load_plugins has moved to whet\.plugins\.registry"):
+        from whet.plugins import load_plugins
+    assert load_plugins is importlib.import_module("whet.plugins.registry").load_plugins
+
+
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"whet\.nothing"):
         importlib.import_module("whet.nothing")
