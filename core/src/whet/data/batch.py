@@ -8,6 +8,7 @@ pair, or else one sequence. Units are never separated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -88,12 +89,16 @@ class Batch:
             (per_token if as_token else per_sequence)[name] = column
         return evolve(self, per_token=per_token, per_sequence=per_sequence)
 
-    def map(self, function: Callable[[Any], Any]) -> "Batch":
-        """Return a batch with a function applied to every column, e.g. to move the columns to a device."""
+    def map(self, function: Callable[[Any], Any], per_sequence: Callable[[Any], Any] | None = None) -> "Batch":
+        """Return a batch with a function applied to every column, e.g. to move the columns to a device.
+
+        With `per_sequence`, that function is applied to the columns per sequence, and the other to those per token.
+        """
+        second = per_sequence or function
         return evolve(
             self,
             per_token={name: function(column) for name, column in self.per_token.items()},
-            per_sequence={name: function(column) for name, column in self.per_sequence.items()},
+            per_sequence={name: second(column) for name, column in self.per_sequence.items()},
         )
 
     def take(self, sequences: Any) -> "Batch":
@@ -104,11 +109,7 @@ class Batch:
         chosen = lengths[sequences]
         shift = np.repeat(starts[sequences] - (np.cumsum(chosen) - chosen), chosen)
         where = np.arange(int(chosen.sum()), dtype=np.int64) + shift
-        return evolve(
-            self,
-            per_token={name: column[where] for name, column in self.per_token.items()},
-            per_sequence={name: column[sequences] for name, column in self.per_sequence.items()},
-        )
+        return self.map(itemgetter(where), itemgetter(sequences))
 
     def where(self, keep: Any) -> "Batch":
         """Return the sequences for which keep [B] is true."""
@@ -177,14 +178,8 @@ class Shards:
         tokens = np.concatenate([[0], np.cumsum(self.batch.per_sequence["lengths"])])
         cuts = np.concatenate([[0], ends])
         for bounds in zip(cuts, ends, tokens[cuts], tokens[ends], strict=False):
-            yield self._cut(*map(int, bounds))
-
-    def _cut(self, begin: int, end: int, first: int, last: int) -> Batch:
-        return evolve(
-            self.batch,
-            per_token={name: column[first:last] for name, column in self.batch.per_token.items()},
-            per_sequence={name: column[begin:end] for name, column in self.batch.per_sequence.items()},
-        )
+            begin, end, first, last = map(int, bounds)
+            yield self.batch.map(itemgetter(slice(first, last)), itemgetter(slice(begin, end)))
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
