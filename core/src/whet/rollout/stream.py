@@ -156,7 +156,7 @@ class RolloutStream:
 
     def set_version(self, version: int) -> None:
         """Set the version of the trained weights. Call this after each weight sync to the generator."""
-        self.loop.call(self._set_version, version)
+        self.loop.call(setattr, self, "_version", version)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -345,9 +345,6 @@ class RolloutStream:
                 task.cancel()
         self._changed.set()
 
-    def _set_version(self, version: int) -> None:
-        self._version = version
-
     def _position(self) -> dict[str, Any]:
         first = min((slot.index for slot in self._slots), default=sum(self._admitted))
         self._beyond = {index: route for index, route in self._beyond.items() if index > first}
@@ -366,7 +363,9 @@ class RolloutStream:
 
     def _count(self, consumed: Consumed) -> dict[str, Metric]:
         """Return the metrics since the last take. Raises `WhetError` if a group is older than `max_staleness`."""
-        ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)] or [0]
+        episodes = [episode for group in consumed.trained for episode in group.episodes]
+        trained = [one for episode in episodes for one in episode.trajectories if one.loss_mask.any()]
+        ages = [self._version - int(one.versions[one.loss_mask].min()) for one in trained] or [0]
         if max(ages) > self._section.max_staleness:
             raise WhetError(
                 f"a group is {max(ages)} versions old when it is taken, wanted at most {self._section.max_staleness} "
@@ -403,11 +402,3 @@ class RolloutStream:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=1.0)
-
-
-def oldest_versions(group: Group) -> list[int]:
-    """Return the oldest weight version among the trained tokens of each sequence."""
-    return [
-        int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories
-        if t.loss_mask.any()
-    ]  # fmt: skip
