@@ -68,7 +68,6 @@ def read_file(path: Path) -> Document:
 
 def read_text(text: str, source: str) -> Document:
     """Parse a YAML text. `source` is its name in errors."""
-    loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -79,9 +78,6 @@ def read_text(text: str, source: str) -> Document:
         raise ConfigError(f"{source}{_place(error)}: {_what(error)}") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
     return Document(value, tuple(f"{source}:{twice}" for twice in loader.twice), node)
 
 

@@ -40,12 +40,9 @@ class Origin:
     """The line in the file."""
 
     def __str__(self) -> str:
-        match self.kind:
-            case "default":
-                return "default"
-            case "override":
-                return f"the override {self.name!r:.80}"
-        return f"{self.name}:{self.line}" if self.line else self.name
+        if self.kind == "override":
+            return f"the override {self.name!r:.80}"
+        return f"{self.name}:{self.line}" if self.line else self.name or "default"
 
 
 def stages(layers: Iterable[Layer]) -> Iterator[tuple[Layer, dict[str, Any]]]:

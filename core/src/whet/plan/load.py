@@ -164,13 +164,6 @@ def _locate_plugins(document: dict[str, Any], path: Path) -> None:
         document["plugins"] = [os.path.abspath(path.parent / file) if isinstance(file, str) else file for file in files]
 
 
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):  # what no file system can name
-        return False
-
-
 def _load_files(files: object, registry: Registry) -> Iterable[str]:
     """Load single-file plugins. A config names them because it needs them, so a broken one is a problem."""
     if not isinstance(files, list):
@@ -178,7 +171,7 @@ def _load_files(files: object, registry: Registry) -> Iterable[str]:
     for index, file in enumerate(files):
         if not isinstance(file, str):
             continue
-        if not _is_file(file):
+        if not os.path.isfile(file):
             yield f"plugins.{index}: there is no file {file!r}"
             continue
         registry.load_file(Path(file))
