@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
+from click.testing import CliRunner
+
+from whet.cli.check import check
+from whet.plugins.features import FORECAST
 
 
 def test_a_good_config_is_planned(command: Any, config: Path) -> None:
@@ -42,6 +47,16 @@ def test_problems_are_a_line_each(command: Any, config: Path) -> None:
     assert found.returncode == 1
     problems = [line.strip() for line in done.stderr.splitlines()[1:]]
     assert json.loads(found.stdout) == {"ok": False, "problems": problems, "warnings": [], "plan": None}
+
+
+def test_a_machine_that_is_described_needs_the_distribution_that_reads_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.plugins.features.FORECAST", evolve(FORECAST, group="whet.nobody"))
+    for further in ((), ("--json",)):
+        done = CliRunner().invoke(check, [str(config), "--machine", "8xH100", *further])
+        told = "Error: no machine but this one can be planned for; pip install whet-memory\n"
+        assert (done.exit_code, done.stdout, done.stderr) == (1, "", told)
 
 
 def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) -> None:

@@ -32,15 +32,15 @@ def check(config: str, overrides: tuple[str, ...], machine: str | None, trace: b
     after the name. A `.yaml` file lists machines that differ.
     """
     from whet.errors import ConfigError
-    from whet.plan.given_machine import given_machine
     from whet.plan.prepare import prepare
-    from whet.plugins.features import forecasting
+    from whet.plugins.features import FORECAST, forecasting
 
     def planned(further: Sequence[str], target: "Machine | None") -> "Prepared":
         return prepare(config, (*overrides, *further), target=target or prepared.machine, registry=registry)
 
     try:
-        prepared = prepare(config, overrides, target=None if machine is None else given_machine(machine))
+        given = None if machine is None else FORECAST.load().given_machine(machine)
+        prepared = prepare(config, overrides, target=given)
     except ConfigError as error:
         if not as_json:
             raise

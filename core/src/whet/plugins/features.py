@@ -46,7 +46,10 @@ READER = Feature("whet.data", "data-files", "data files are read", "data files n
 PROBE = Feature("whet.probes", "weight-probe", "weight syncs are checked", "weight syncs cannot be checked")
 CHAT = Feature("whet.chats", "chat", "conversations are tokenised", "conversations cannot be tokenised")
 RECORDER = Feature("whet.recorders", "token-record", "rollouts are recorded token by token", "no tokens are recorded")
-FORECAST = Feature("whet.forecasts", "memory-forecast", "the peaks of memory are predicted", "no peaks are predicted")
+FORECAST = Feature(
+    "whet.forecasts", "memory-forecast", "the peaks of memory are predicted",
+    "no machine but this one can be planned for",
+)  # fmt: skip
 APART = Feature(
     "whet.environment_processes", "environment-processes", "environments are played in processes of their own",
     "environments cannot have processes of their own",
@@ -68,5 +71,5 @@ def chats() -> Any:
 
 @functools.cache
 def forecasting() -> Any:
-    """Return the module that predicts peaks of memory, with `known_peaks` and `check`. None: there is none."""
+    """Return the module that predicts memory, with `known_peaks`, `check` and `given_machine`. None: there is none."""
     return None if FORECAST.missing() else FORECAST.load()

@@ -1,7 +1,8 @@
 """The feature `memory-forecast` of core: peaks for the plan of a run, and the table of `whet check`.
 
-known_peaks   every plan: formulas, or a trace that was made before; no process is started
-check         `whet check`: traces where formulas do not show ample room, and looks for changes that make it fit
+known_peaks    every plan: formulas, or a trace that was made before; no process is started
+check          `whet check`: traces where formulas do not show ample room, and looks for changes that make it fit
+given_machine  `whet check --machine`: the machines that words or a file describe
 """
 
 import sys
@@ -20,6 +21,7 @@ from whet.plan.roles import Roles
 from whet.runtime.interpreters import located
 from whet_memory.case import Forecast
 from whet_memory.changes import Planned, changes
+from whet_memory.given_machine import given_machine as given_machine
 from whet_memory.places import Moment, moments
 from whet_memory.roles import Predicted, predict
 from whet_memory.table import lines

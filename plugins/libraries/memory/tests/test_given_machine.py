@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import ConfigError
-from whet.plan.given_machine import GPU_GIB, given_machine
+from whet_memory.given_machine import GPU_GIB, given_machine
 
 GIB = 2**30
 
