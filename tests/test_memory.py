@@ -51,7 +51,8 @@ def test_eight_large_gpus_can_and_small_ones_cannot(recipe, whet):
     both = on_gpu(done.output, "backend", "train") + on_gpu(done.output, "generator", "generation") - 1
     assert on_gpu(apart.output, "backend", "train") == pytest.approx(both, abs=0.2), "the generator is awake meanwhile"
     syncs = [on_gpu(one.output, "backend", "weight_sync") for one in (done, apart)]
-    assert syncs[1] - syncs[0] == pytest.approx(4, abs=0.2), "the weights of the generator wake, and its cache does not"
+    left = 4 + 56.7 / 8  # the generator's cache does not wake, and the backend's moments have left
+    assert syncs[1] - syncs[0] == pytest.approx(left, abs=0.2)
     small = whet("check", recipe, ON_EIGHT, "--machine", "8x24GB")
     assert small.code == 1
     assert "cluster.memory: GPU 0 of the given machine has 24.0 GiB of memory" in small.errors
