@@ -51,7 +51,7 @@ class EnvironmentContract:
     splits: tuple[str, ...] = ("train",)
     """Splits of the environment."""
     full_reward: float = 1.0
-    """Weighted sum of the rewards for a right answer."""
+    """Weighted sum of the rewards for a right answer. Rewards of `group_rewards` are not in it."""
     deadline_seconds: float = 30.0
     """Deadline of an episode in which the model answers at once."""
     gold_samples: int = 16
