@@ -27,6 +27,19 @@ def test_a_selection_is_built_with_its_config_first(offers: Registry) -> None:
     assert build_selection(chosen, "site") == (chosen.config, "site")
 
 
+def test_a_component_that_cannot_be_built_is_named(offers: Registry, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def made(config): raise OSError('no server')")
+    chosen = structure(DOCUMENT, Config, offers).backend
+    chosen = attrs.evolve(chosen, component=attrs.evolve(chosen.component, target=f"file:{tmp_path / 'own.py'}:made"))
+    with pytest.raises(
+        PluginError, match=r"backend 'trainer' cannot be built: OSError: no server \(.*own.py:1"
+    ) as caught:
+        build_selection(chosen)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(PluginError, match="backend 'trainer' cannot be built: TypeError: made"):
+        build_selection(chosen, "more")
+
+
 def test_a_spec_is_builtins_and_builds_the_same(offers: Registry) -> None:
     chosen = structure(DOCUMENT, Config, offers).algorithm
     spec = to_spec(chosen)

@@ -1,9 +1,13 @@
 """Builds components: from a selection on the driver, from a spec in a worker."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from whet.component import Selection, Spec, import_path, resolve
+from whet.config.messages import kind_word
 from whet.config.structure import structure, unstructure
+from whet.errors import PluginError, WhetError, in_words
 
 
 def to_spec(selection: Selection) -> Spec:
@@ -24,4 +28,16 @@ def build(spec: Spec, *args: Any) -> Any:
 
 def build_selection(selection: Selection, *args: Any) -> Any:
     """Import the target and call it with its config, then `args`. For the driver."""
-    return resolve(selection.component.target)(selection.config, *args)
+    with named_errors(f"{kind_word(selection.kind)} {selection.name!r} cannot be built"):
+        return resolve(selection.component.target)(selection.config, *args)
+
+
+@contextmanager
+def named_errors(what: str) -> Iterator[None]:
+    """Raise `PluginError` with these words in place of an error that a plugin's code in the body raises."""
+    try:
+        yield
+    except WhetError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{what}: {in_words(error)}") from error

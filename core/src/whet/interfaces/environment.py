@@ -21,13 +21,14 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from numbers import Real
 from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from attrs import field, frozen
 
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import Episode, Group, Reply, Task
-from whet.errors import DataError, EpisodeError, Undecided
+from whet.errors import DataError, EpisodeError, PluginError, Undecided
 
 
 @frozen(eq=False)
@@ -363,7 +364,11 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
         )
     checked = {}
     for name, value in rewards.items():
-        if name in _RESERVED or str(name).startswith(("pass@", "maj@")):
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise EpisodeError(
+                f"environment {environment!r} gave a reward the name {name!r:.60}, wanted printable text"
+            )
+        if name in _RESERVED or name.startswith(("pass@", "maj@")):
             words = "metrics of other things have this name; rename it"
             raise EpisodeError(f"environment {environment!r} gave the reward {name!r}; {words}")
         try:
@@ -374,5 +379,15 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
             raise EpisodeError(
                 f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, wanted a finite number"
             )
-        checked[str(name)] = number
+        checked[name] = number
     return checked
+
+
+def check_weights(weights: object) -> None:
+    """Raise `PluginError` unless the `reward_weights` of an environment map reward names to finite numbers."""
+    fine = isinstance(weights, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Real) and math.isfinite(value) for name, value in weights.items()
+    )
+    if not fine:
+        wanted = "wanted an attribute or a property that maps reward names to finite numbers"
+        raise PluginError(f"its `reward_weights` is {weights!r:.120}; {wanted}")

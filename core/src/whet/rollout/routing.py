@@ -6,6 +6,7 @@ weight_at(weights, 50)  a weight that changes with the steps, {0: 1, 100: 0.2} -
 shuffled(seed, 5, len)  the task at position 5; every pass over the tasks is another permutation
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from attrs import field, frozen
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Sampling, Task
-from whet.errors import DataError, WhetError
+from whet.errors import DataError, WhetError, in_words
 from whet.interfaces.environment import Environment
 from whet.rollout.scoring import Scoring
+
+logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
@@ -46,6 +49,13 @@ class Route:
         if not len(tasks):
             raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
         return tasks
+
+    def close(self) -> None:
+        """Close the environment. If that fails, only warn: nothing depends on it any more."""
+        try:
+            self.environment.close()
+        except Exception as error:
+            logger.warning("environment %r could not be closed: %s", self.name, in_words(error))
 
 
 def weight_at(weight: float | Mapping[int, float], step: int) -> float:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from whet.component import EnvironmentFacts
-from whet.config.build import build_selection
+from whet.component import EnvironmentFacts, resolve
+from whet.config.build import named_errors
 from whet.data.records import Sampling
-from whet.errors import ConfigError, PluginError, WhetError, in_words
+from whet.errors import ConfigError, WhetError
+from whet.interfaces.environment import check_weights
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
@@ -86,7 +87,7 @@ def read_inputs(
                 deadlines=config.cluster.deadlines,
                 logs=folder.logs / f"{path}.{i}",
             )
-            closers.append(route.environment.close)
+            closers.append(route.close)
             yield route
 
     chat, data = chat_of("backend"), None
@@ -119,22 +120,23 @@ def build_route(
     `logs`: folder for the logs of its processes, if it has any; None: a temporary folder.
     """
     name = entry.name or entry.component.name
-    try:
-        if entry.worker is not None:
-            environment = APART.load()(entry, name, deadlines, *roles, logs=logs)
-        else:
-            environment = build_selection(entry.component, *roles)
-        sampling = partial(_sampling, entry.sampling)
-        route = Route(name, environment, split, entry.weights, entry.group_size, sampling, entry.samples, entry.limit)
+    with named_errors(f"environment {name!r} cannot be built"):
         try:
-            route.tasks()
-        except BaseException:
-            environment.close()
-            raise
-    except WhetError as error:
-        raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
-    except Exception as error:  # an environment's own code
-        raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error
+            if entry.worker is not None:
+                environment = APART.load()(entry, name, deadlines, *roles, logs=logs)
+            else:
+                environment = resolve(entry.component.component.target)(entry.component.config, *roles)
+            usual = partial(_sampling, entry.sampling)
+            route = Route(name, environment, split, entry.weights, entry.group_size, usual, entry.samples, entry.limit)
+            try:
+                check_weights(environment.reward_weights)
+                _ = environment.close  # raises now where there is none
+                route.tasks()
+            except BaseException:
+                route.close()
+                raise
+        except WhetError as error:
+            raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
     return route
 
 
