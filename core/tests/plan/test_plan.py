@@ -36,8 +36,9 @@ from whet.config.sections import (
     selection,
 )
 from whet.data.model_info import ModelInfo
+from whet.errors import PluginError
 from whet.plan.placement import Machine
-from whet.plan.plan import Plan, gather_facts, make_plan
+from whet.plan.plan import Plan, facts_of, gather_facts, make_plan
 from whet.plan.roles import make_roles, selections
 
 MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
@@ -378,6 +379,14 @@ def test_facts_are_asked_of_every_component_at_any_depth():
     paths = [path for path, _ in selections(make_config())]
     assert paths == ["algorithm", "algorithm.loss", "backend", "generator", "environments.0"]
     assert set(gather_facts(make_config(), MODEL)) == set(paths)
+
+
+def test_facts_that_fail_name_their_component(tmp_path):
+    (tmp_path / "own.py").write_text("def facts(config, model): return config.missing")
+    component = Component("clip", Plain, "x:Y", f"file:{tmp_path / 'own.py'}:facts")
+    words = r"the facts of the loss 'clip' cannot be computed: AttributeError: .*own.py:1"
+    with pytest.raises(PluginError, match=words):
+        facts_of(Selection("losses", component, Plain()), MODEL)
 
 
 @pytest.mark.parametrize(

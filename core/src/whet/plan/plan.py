@@ -11,6 +11,8 @@ import attrs
 from attrs import frozen
 
 from whet.component import FACTS, Facts, MemoryTerm, Problem, Selection, resolve
+from whet.config.build import named_errors
+from whet.config.messages import kind_word
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
@@ -100,7 +102,8 @@ def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInf
 def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> Of:  # type: ignore[assignment] # PEP 696
     """Return the facts of a component, in the record of its kind. One without a function for them has the defaults."""
     wanted = FACTS[selection.kind]
-    facts = resolve(selection.component.facts)(selection.config, model) if selection.component.facts else wanted()
+    with named_errors(f"the facts of the {kind_word(selection.kind)} {selection.name!r} cannot be computed"):
+        facts = resolve(selection.component.facts)(selection.config, model) if selection.component.facts else wanted()
     if not isinstance(facts, wanted) or not isinstance(facts, kind):
         found = type(facts).__name__
         raise PluginError(f"{selection.component.facts} returned {found}, wanted whet.component.{wanted.__name__}")
