@@ -143,3 +143,22 @@ def test_the_end_of_a_run_names_a_command_only_where_it_is_installed_and_meant_f
     (site / "model").mkdir()
     wanted = f"\nresults: the model is in {site}/model, and `whet shine {site}`: make it shine\n"
     assert wanted in nothing_left("it.yaml", (), outcome)
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "words"), [(15, "ended after step 2;"), (None, "the algorithm returned after step 2 of 9;")]
+)
+def test_an_algorithm_that_returns_early_is_told_from_a_run_that_was_ended(
+    stopped_by: int | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import whet.plugins.registry
+    import whet.run.compose
+    from whet.cli.run import run
+    from whet.run.compose import Outcome
+
+    outcome = Outcome(Path("folder"), 2, finished=False, stopped_by=stopped_by, total=9)
+    monkeypatch.setattr(whet.plugins.registry, "load_plugins", whet.plugins.registry.Registry)
+    monkeypatch.setattr(whet.run.compose, "run", lambda *args, **options: outcome)
+    assert run.callback is not None
+    assert run.callback("it.yaml", ()) == (143 if stopped_by else 1)
+    assert words in "".join(capsys.readouterr())

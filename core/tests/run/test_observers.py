@@ -1,11 +1,13 @@
 """Loggers and hooks watch a run and can never end it."""
 
+import re
 import threading
 
 import pytest
 
 from whet import hookimpl
 from whet.data.files import read_rows
+from whet.errors import PluginError
 from whet.interfaces.logger import Event
 from whet.plugins.registry import new_manager
 from whet.run.observers import Observers
@@ -35,7 +37,7 @@ class Notes:
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
-def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
+def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind, caplog):
     good, bad = Notes(), Notes(fail=kind)
     observers = Observers(new_manager(), RunFolder(tmp_path))
     observers.add("bad", bad)
@@ -48,6 +50,32 @@ def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
     assert bad.seen == []
     (row,) = read_rows(tmp_path / "journal.jsonl")
     assert (row["event"], row["message"]) == ("watcher failed", "dashboard unreachable")
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        f"logger bad-0 failed, and is not called any more: {kind.__name__}: dashboard unreachable"
+    )
+    assert "test_observers.py:" in warning
+
+
+def test_a_logger_or_hook_that_is_async_is_a_failing_one(tmp_path, caplog):
+    class Async(Notes):
+        async def log(self, step, metrics): ...
+
+    class Hooks:
+        @hookimpl
+        async def whet_step_finished(self, step, metrics): ...
+
+    manager = new_manager()
+    manager.register(Hooks())
+    observers = Observers(manager, RunFolder(tmp_path))
+    observers.add("later", Async())
+    observers.log(1, {})
+    observers.log(2, {})
+    of_logger, of_hook = caplog.messages
+    assert re.search(r"logger later-0 failed.*Async.log` must neither be `async def` nor contain `yield`", of_logger)
+    assert re.search(
+        r"hook whet_step_finished failed: .*Hooks.whet_step_finished` must neither be `async def`", of_hook
+    )
 
 
 class Seer(Notes):
@@ -130,6 +158,21 @@ def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
     assert Plugin.seen == [1, 2, 3]
     (row,) = read_rows(tmp_path / "journal.jsonl")
     assert "whet_step_finished" in row["who"]
+
+
+def test_an_algorithm_whose_run_only_returns_a_coroutine_or_a_generator_is_refused(tmp_path):
+    class Async:
+        async def run(self, parts): ...
+
+    class Generator:
+        def run(self, parts):
+            yield
+
+    hooks = Observers(new_manager(), RunFolder(tmp_path)).hooks
+    for algorithm in (Async(), Generator()):
+        words = f"{type(algorithm).__qualname__}.run` must neither be `async def` nor contain `yield`"
+        with pytest.raises(PluginError, match=f"the algorithm did nothing: `{re.escape(words)}"):
+            hooks.whet_run(algorithm=algorithm, parts="the parts")
 
 
 def test_a_plugin_can_wrap_the_run(tmp_path):

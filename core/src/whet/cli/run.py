@@ -39,7 +39,9 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
         shown = "".join(f"; {words}" for words in after_run(outcome.folder))
         say(f"finished {outcome.steps} steps in {outcome.folder}{shown}")
         return 0
-    say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
+    ended = "ended" if outcome.stopped_by else "the algorithm returned"
+    of = "" if outcome.stopped_by else f" of {outcome.total}"
+    say(f"{ended} after step {outcome.steps}{of}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1
 
 

@@ -49,6 +49,8 @@ class Outcome:
     """Whether it had ended before, so that nothing was left to do and nothing was started."""
     epochs: float | None = None
     """Epochs of a run that states them."""
+    total: int = 0
+    """Steps of the whole run."""
 
 
 def run(
@@ -116,7 +118,7 @@ def _run_attempt(parts: Parts, folder: RunFolder, interrupts: Interrupts) -> Out
         pressed = steps.stopped_by == signal.SIGINT or interrupts.abandon
         interrupts.moment, interrupts.pressed = "export", pressed
         _export(parts.backend, folder, steps.done)
-    return Outcome(folder.path, steps.done, finished, steps.stopped_by)
+    return Outcome(folder.path, steps.done, finished, steps.stopped_by, total=steps.total)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Observers of a run: its loggers and the plugins' hooks. An observer that fails never ends the run."""
 
+import inspect
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from whet.errors import PluginError, in_words
 from whet.interfaces.logger import Event, Logger
 from whet.interfaces.state import load_states, states
 from whet.run.run_folder import RunFolder
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from whet.interfaces.algorithm import Algorithm, Parts
     from whet.interfaces.workers import WorkerGroup
 
+log = logging.getLogger(__name__)
 hookimpl = pluggy.HookimplMarker("whet")
 
 
@@ -25,7 +29,7 @@ class CoreHooks:
     @hookimpl(trylast=True)
     def whet_run(self, algorithm: "Algorithm[Any]", parts: "Parts") -> object:
         """Run the algorithm."""
-        algorithm.run(parts)
+        check_ran(algorithm.run(parts), "the algorithm")
         return True
 
     @hookimpl(trylast=True)
@@ -45,6 +49,7 @@ class Observers:
         """Whether the run failed; loggers are told when they are closed."""
         self._folder = folder
         self._loggers: dict[str, Logger] = {}
+        self._warned = set[str]()
         self._thread, self._events = threading.get_ident(), deque[Event]()
         folder.listener = self._events.append
 
@@ -56,7 +61,8 @@ class Observers:
         """Send a finished step's metrics to loggers and hooks."""
         self._tell("log", step, numbers)
         try:
-            self.hooks.whet_step_finished(step=step, metrics=numbers)
+            for found in self.hooks.whet_step_finished(step=step, metrics=numbers):
+                check_ran(found, "it")
         except (Exception, SystemExit) as error:
             self._note("hook whet_step_finished", error)
 
@@ -92,17 +98,27 @@ class Observers:
     def _each(self, call: Callable[[str, Logger], object]) -> None:
         for name, logger in list(self._loggers.items()):
             try:
-                call(name, logger)
+                check_ran(call(name, logger), "it")
             except (Exception, SystemExit) as error:
                 # A full dashboard, a lost connection or output that nobody reads any more (for which rich exits)
                 # must not cost a training run: the logger is dropped.
                 self._loggers.pop(name, None)
-                self._note(f"logger {name}", error)
+                self._note(f"logger {name}", error, ", and is not called any more")
 
-    def _note(self, who: str, error: BaseException) -> None:
+    def _note(self, who: str, error: BaseException, then: str = "") -> None:
+        if who not in self._warned:
+            self._warned.add(who)
+            log.warning("%s failed%s: %s", who, then, in_words(error))
         self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])
 
 
-def _send(event: Event, name: str, logger: Any) -> None:
-    if hasattr(logger, "event"):
-        logger.event(event)
+def check_ran(found: object, who: str) -> None:
+    """Raise `PluginError` if a call of a plugin's function did nothing, but returned a coroutine or a generator."""
+    if inspect.iscoroutine(found) or inspect.isgenerator(found) or inspect.isasyncgen(found):
+        if not inspect.isasyncgen(found):
+            found.close()
+        raise PluginError(f"{who} did nothing: `{found.__qualname__}` must neither be `async def` nor contain `yield`")
+
+
+def _send(event: Event, name: str, logger: Any) -> object:
+    return logger.event(event) if hasattr(logger, "event") else None
