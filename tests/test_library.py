@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import whet
+from whet.errors import PluginError
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
 
@@ -48,6 +49,12 @@ def test_a_signal_in_a_wait_for_rollouts_saves_and_the_program_goes_on(config, t
     assert saved(tmp_path) == 3
     with whet.open(config, "run.steps=5") as parts:
         assert [step.number for step in parts.steps if take_step(parts, step) is None] == [4, 5]
+
+
+def test_weights_under_another_number_than_that_of_the_step_are_refused(config):
+    with whet.open(config) as parts, pytest.raises(PluginError, match=r"sync_weights\(version=0\) in step 1; wanted"):
+        for step in parts.steps:
+            parts.sync_weights(version=step.number - 1)
 
 
 def test_a_loop_that_is_left_between_two_steps_is_saved(config, tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from whet.config.sections import RolloutSection
 from whet.data.batch import Batch
 from whet.data.records import Completion, Group, Request, Task
-from whet.errors import CheckpointError, DataError, WhetError, WorkerError
+from whet.errors import CheckpointError, DataError, PluginError, WhetError, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.routing import Route
@@ -508,6 +508,29 @@ def test_a_filter_that_breaks_is_not_taken_for_an_answer() -> None:
 
     with stream(filters=[broken]) as made, pytest.raises(WhetError, match=r"filter failed on task .* KeyError"):
         made.take(1)
+
+
+@pytest.mark.parametrize("answer", ["no", None, 1])
+def test_a_filter_that_returns_no_truth_value_is_named(answer: Any) -> None:
+    class NotFlat:
+        def __call__(self, group: Group) -> Any:
+            return answer
+
+    with stream(filters=[NotFlat()]) as made, pytest.raises(WhetError, match=r"NotFlat` returned .*, wanted True or"):
+        made.take(1)
+
+
+def test_a_filter_with_a_part_of_a_state_is_refused() -> None:
+    class Forgetful:
+        def __call__(self, group: Group) -> bool:
+            return True
+
+        def state(self) -> dict[str, Any]:
+            return {}
+
+    words = "filter 0 has the method `state` and no `load`"
+    with pytest.raises(PluginError, match=words), stream(filters=[Forgetful()]):
+        pass
 
 
 class Dying(Jittery):

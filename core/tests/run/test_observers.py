@@ -57,6 +57,15 @@ def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind, caplog):
     assert "test_observers.py:" in warning
 
 
+def test_a_logger_with_a_part_of_a_state_is_refused(tmp_path):
+    class Forgetful(Notes):
+        def state(self):
+            return {}
+
+    with pytest.raises(PluginError, match="logger 'charts' has the method `state` and no `load`"):
+        Observers(new_manager(), RunFolder(tmp_path)).add("charts", Forgetful())
+
+
 def test_a_logger_or_hook_that_is_async_is_a_failing_one(tmp_path, caplog):
     class Async(Notes):
         async def log(self, step, metrics): ...

@@ -17,7 +17,7 @@ from whet.data.batch import from_sequences
 from whet.data.files import read_rows
 from whet.data.metrics import histogram, largest, mean
 from whet.data.spans import Spans
-from whet.errors import WorkerError, WorkerLost
+from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.interfaces.logger import Event
 from whet.run.run_folder import RunFolder
 from whet.run.steps import Interrupted, Sinks, Steps
@@ -365,6 +365,40 @@ def test_what_an_algorithm_carries_is_that_of_the_last_finished_step(tmp_path):
     assert steps.saved_state["seen"] == [2, 3, 4]
     steps.state["weight"] = 0.0
     assert round(steps.saved_state["weight"], 6) == 2.7
+
+
+@pytest.mark.parametrize("kept", [np.arange(2), (1, 2), {1: 2}, float("nan")], ids=str)
+def test_what_an_algorithm_carries_and_json_changes_is_refused_at_once(tmp_path, kept):
+    told = Told()
+    steps = make(tmp_path, told)
+    steps.state.update(fine=1, average=kept)
+    with pytest.raises(PluginError, match=r"steps.state\['average'\] gave"):
+        next(iter(steps)).finish(BATCH)
+    assert not told.logged
+
+
+def test_a_step_is_finished_once(tmp_path):
+    steps = iter(make(tmp_path, Told()))
+    first = next(steps)
+    first.finish(BATCH)
+    with pytest.raises(PluginError, match="step 1 is finished already"):
+        first.finish(BATCH)
+    next(steps)
+    with pytest.raises(PluginError, match="step 1 is finished already"):
+        first.finish(BATCH)
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
+
+
+def test_weights_are_sent_under_the_number_of_their_step(tmp_path):
+    steps = make(tmp_path, Told(), done=2)
+    steps.check_version(2)
+    for step in steps:
+        for wrong in (step.number - 1, step.number + 1):
+            with pytest.raises(PluginError, match=rf"sync_weights\(version={wrong}\) in step {step.number}; wanted"):
+                steps.check_version(wrong)
+        steps.check_version(step.number)
+        step.finish(BATCH)
+        steps.check_version(step.number)
 
 
 class JudgeError(Exception):

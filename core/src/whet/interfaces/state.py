@@ -6,7 +6,7 @@ saves the state after its step, and a run that resumes from it loads the state b
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from whet.component import Selection
 from whet.errors import PluginError
@@ -29,21 +29,36 @@ def states(components: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of the state of each component that has one. Raise `PluginError` if JSON would change it."""
     found = {}
     for name, component in components.items():
-        if isinstance(component, Stateful):
-            state = component.state()
-            try:
-                found[name] = json.loads(json.dumps(state))
-            except (TypeError, ValueError) as error:
-                raise PluginError(f"state() of {name} gave what JSON cannot store: {error}") from error
-            if found[name] != state:
-                raise PluginError(f"state() of {name} gave {state!r:.200}; JSON returns {found[name]!r:.200}")
+        if has_state(name, component):
+            found[name] = stored(f"state() of {name}", component.state())
     return found
+
+
+def stored(name: str, state: Any) -> Any:
+    """Return a copy of a state as JSON stores it. Raise `PluginError` if JSON would change it."""
+    try:
+        copy = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{name} gave what JSON cannot store: {error}") from error
+    if copy != state:
+        raise PluginError(f"{name} gave {state!r:.200}; JSON returns {copy!r:.200}")
+    return copy
+
+
+def has_state(name: str, component: object) -> TypeGuard[Stateful]:
+    """Return whether a component has a state. Raise `PluginError` if it has one of the methods of `Stateful` alone."""
+    there = [method for method in ("state", "load") if callable(getattr(component, method, None))]
+    if len(there) == 1:
+        lacking = "load" if there == ["state"] else "state"
+        words = f"{name} has the method `{there[0]}` and no `{lacking}`, so checkpoints would not save its state"
+        raise PluginError(f"{words}; add `{lacking}`, or rename `{there[0]}`")
+    return bool(there)
 
 
 def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> None:
     """Load the saved state of each component that has one. A checkpoint of before may lack it."""
     for name, component in components.items():
-        if name in saved and isinstance(component, Stateful):
+        if has_state(name, component) and name in saved:
             component.load(saved[name])
 
 

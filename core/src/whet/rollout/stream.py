@@ -27,12 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import evolve
 
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, largest, mean, merge, total
 from whet.data.records import Group, Sampling
-from whet.errors import CheckpointError, WhetError, WorkerError, in_words
+from whet.errors import CheckpointError, PluginError, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.state import load_states, states
@@ -85,6 +86,7 @@ class RolloutStream:
         `Group.greedy`.
         """
         self._routes, self._section, self._filters, self._status = tuple(routes), section, tuple(filters), status
+        load_states(self._stateful(), {})  # refuses what has one of the methods of a state alone
         self._shares = Shares([route.weight for route in routes])
         self._tasks = [route.tasks() for route in routes]
         self._passing = {route.name: route.scoring.passing for route in routes if route.weight}
@@ -292,9 +294,10 @@ class RolloutStream:
 
     def _settle(self, slot: Slot, group: Group) -> None:
         try:
-            kept = all(keep(group) for keep in self._filters)
+            kept = all(_keeps(one, group) for one in self._filters)
         except Exception as error:
-            self._fail(WhetError(f"a filter failed on task {group.task} of {group.environment!r}: {error!r}"), error)
+            words = f"a filter failed on task {group.task} of {group.environment!r}: {in_words(error)}"
+            self._fail(WhetError(words), error)
             return
         self._in_a_row["failed"] = self._in_a_row["infrastructure"] = 0
         self._finish(slot)
@@ -402,3 +405,12 @@ class RolloutStream:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=1.0)
+
+
+def _keeps(keep: Filter, group: Group) -> bool:
+    """Return whether a filter keeps a group. Raise `PluginError` if it returns neither true nor false."""
+    found: object = keep(group)
+    if not isinstance(found, bool | np.bool_):
+        name = getattr(keep, "__qualname__", type(keep).__qualname__)
+        raise PluginError(f"the filter `{name}` returned {found!r:.60}, wanted True or False")
+    return bool(found)

@@ -132,6 +132,12 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     for handle in (models.backend, *backends.values()):
         handle.now = lambda: {"step": steps.done + 1, "steps": steps.total}
         handle.weights_change = steps.weights_change
+
+    def sync_weights(*, version: int) -> None:
+        steps.check_version(version)
+        if sync is not None:
+            sync(version=version)
+
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
         "config": config,
@@ -143,7 +149,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         "generator": models.generator,
         "chat": inputs.chat,
         "loss": to_spec(loss) if isinstance(loss, Selection) else Spec(""),
-        "sync_weights": sync or (lambda version: None),
+        "sync_weights": sync_weights,
         "steps": steps,
         "evaluate": evaluate,
         "seed": config.run.seed,

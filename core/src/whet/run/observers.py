@@ -12,7 +12,7 @@ import pluggy
 
 from whet.errors import PluginError, in_words
 from whet.interfaces.logger import Event, Logger
-from whet.interfaces.state import load_states, states
+from whet.interfaces.state import has_state, load_states, states
 from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Observers:
         folder.listener = self._events.append
 
     def add(self, name: str, logger: Logger) -> None:
-        """Add a logger."""
+        """Add a logger. Raises `PluginError` if it has only a part of what a state needs."""
+        has_state(f"logger {name!r}", logger)
         self._loggers[f"{name}-{len(self._loggers)}"] = logger
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -22,8 +22,9 @@ from whet.data import metrics as merging
 from whet.data.metrics import Metric
 from whet.data.randomness import derive_seed
 from whet.data.spans import Spans
-from whet.errors import WorkerLost, in_words
+from whet.errors import PluginError, WorkerLost, in_words
 from whet.interfaces.logger import Event
+from whet.interfaces.state import stored
 from whet.run.background import Background
 from whet.run.interrupts import Interrupts, acknowledge, announce, on_signals
 from whet.run.run_folder import RunFolder
@@ -157,6 +158,12 @@ class Steps:
         if self._current is None:
             self.save_now()
 
+    def check_version(self, version: int) -> None:
+        """Raise `PluginError` unless this is the number of the present step, or of the last one after its end."""
+        wanted = self.done if self._current is None else self._current
+        if version != wanted:
+            raise PluginError(f"sync_weights(version={version!r}) in step {wanted}; wanted version=step.number")
+
     def weights_change(self) -> None:
         """Mark the present step as one that changes weights: from now on a signal waits until it is finished."""
         self._trained = True
@@ -183,6 +190,10 @@ class Steps:
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
         """See `Step.finish`."""
         number, evaluation = step.number, 0.0
+        if number != self._current:
+            raise PluginError(f"step {number} is finished already; call step.finish(batch) once in each step")
+        for key, value in self.state.items():
+            stored(f"steps.state[{key!r}]", {key: value})
         merged = merging.merge([metrics, self._sinks.gather()])
         consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
