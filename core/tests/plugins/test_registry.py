@@ -260,3 +260,12 @@ def test_an_object_with_hooks_that_would_replace_training_is_refused_by_its_name
     with pytest.raises(PluginError, match="the hook 'fast' of whet-fast: its whet_run would replace that of core"):
         register(new_manager(), Replacing(), whose="the hook 'fast' of whet-fast: its")
     register(new_manager(), Wrapping())
+
+
+def test_an_object_with_a_hook_that_is_not_marked_is_refused_by_its_name() -> None:
+    class Unmarked:
+        def whet_step_finished(self, step: int, metrics: Any) -> None: ...
+
+    words = "the hook 'fast' of whet-fast: its function whet_step_finished is not marked with @whet.hookimpl"
+    with pytest.raises(PluginError, match=words):
+        register(new_manager(), Unmarked(), whose="the hook 'fast' of whet-fast: its")

@@ -313,9 +313,9 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None
             )
     for name in (name for name in dir(plugin) if name.startswith("whet_")):
         value = inspect.getattr_static(plugin, name)
-        own_function = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)
-        if own_function and not hasattr(value, "whet_impl"):
-            raise PluginError(f"its function {name} is not marked with @whet.hookimpl, so it would never be called")
+        is_own = inspect.isfunction(value) and (not inspect.ismodule(plugin) or value.__module__ == plugin.__name__)
+        if is_own and not hasattr(value, "whet_impl"):
+            raise PluginError(f"{whose} function {name} is not marked with @whet.hookimpl, so it would never be called")
 
 
 def _items(given: object, wanted: type, optional: bool) -> list[Any]:
