@@ -2,21 +2,24 @@
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from whet.component import Spec
 from whet.config.cluster import DeadlinesSection
 from whet.config.sections import EnvironmentSection
 from whet.config.structure import structure
 from whet.data.messages import Message
 from whet.data.records import Reply
-from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, Undecided
+from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, PluginError, Undecided
 from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
 from whet_envworkers.remote import RemoteEnvironment
+from whet_envworkers.worker import EnvironmentWorker
 from whet_testing.fakes import FakeModel
 
 REGISTRY = load_plugins()
@@ -49,6 +52,20 @@ def played(environment, kind, model=None, number=0):
     with noted() as notes:
         rewards = asyncio.run(environment.run(task_of(environment, kind, number), model))
     return model, rewards, notes
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("reward_weights = {'right': 'much'}", "its `reward_weights` is {'right': 'much'}"),
+        ("reward_weights = {}\n    def state(self): return {}", "has the method `state` and no `load`"),
+    ],
+)
+def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_path, lines, words):
+    (tmp_path / "own.py").write_text(f"class Own:\n    def __init__(self, config): pass\n    {lines}\n")
+    worker = EnvironmentWorker(None, Spec(f"file:{tmp_path / 'own.py'}:Own"), "it", [], 0)
+    with pytest.raises(PluginError, match=re.escape(words)):
+        worker.about()
 
 
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):

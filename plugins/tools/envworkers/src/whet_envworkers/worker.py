@@ -19,11 +19,12 @@ from whet.interfaces.environment import (
     Adaptive,
     EpisodeInfo,
     GroupRewarding,
+    check_weights,
     checked_rewards,
     stated_answer,
     states_answers,
 )
-from whet.interfaces.state import Stateful
+from whet.interfaces.state import has_state
 from whet.interfaces.undecided import noted
 from whet.interfaces.workers import WorkerRank
 from whet.rollout.fail_fast import ungrouped
@@ -50,11 +51,12 @@ class EnvironmentWorker:
     def about(self) -> dict[str, Any]:
         """Return what the driver must know of the environment."""
         environment = self._environment
+        check_weights(environment.reward_weights)
         return {
-            "weights": {str(name): float(weight) for name, weight in environment.reward_weights.items()},
+            "weights": {name: float(weight) for name, weight in environment.reward_weights.items()},
             "answers": states_answers(environment),
             "groups": isinstance(environment, GroupRewarding),
-            "keeps": isinstance(environment, Adaptive | Stateful),
+            "keeps": isinstance(environment, Adaptive) or has_state("the environment", environment),
         }
 
     def count(self, split: str) -> dict[str, Any]:
