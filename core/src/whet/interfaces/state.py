@@ -29,7 +29,7 @@ def states(components: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of the state of each component that has one. Raise `PluginError` if JSON would change it."""
     found = {}
     for name, component in components.items():
-        if has_state(name, component):
+        if has_state(component, name):
             found[name] = stored(f"state() of {name}", component.state())
     return found
 
@@ -45,7 +45,7 @@ def stored(name: str, state: Any) -> Any:
     return copy
 
 
-def has_state(name: str, component: object) -> TypeGuard[Stateful]:
+def has_state(component: object, name: str) -> TypeGuard[Stateful]:
     """Return whether a component has a state. Raise `PluginError` if it has one of the methods of `Stateful` alone."""
     there = [method for method in ("state", "load") if callable(getattr(component, method, None))]
     if len(there) == 1:
@@ -58,7 +58,7 @@ def has_state(name: str, component: object) -> TypeGuard[Stateful]:
 def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> None:
     """Load the saved state of each component that has one. A checkpoint of before may lack it."""
     for name, component in components.items():
-        if has_state(name, component) and name in saved:
+        if has_state(component, name) and name in saved:
             component.load(saved[name])
 
 

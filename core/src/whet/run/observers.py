@@ -29,7 +29,8 @@ class CoreHooks:
     @hookimpl(trylast=True)
     def whet_run(self, algorithm: "Algorithm[Any]", parts: "Parts") -> object:
         """Run the algorithm."""
-        check_ran(algorithm.run(parts), "the algorithm")
+        run: Callable[[Parts], object] = algorithm.run
+        check_ran(run(parts), "the algorithm")
         return True
 
     @hookimpl(trylast=True)
@@ -55,7 +56,7 @@ class Observers:
 
     def add(self, name: str, logger: Logger) -> None:
         """Add a logger. Raises `PluginError` if it has only a part of what a state needs."""
-        has_state(f"logger {name!r}", logger)
+        has_state(logger, f"logger {name!r}")
         self._loggers[f"{name}-{len(self._loggers)}"] = logger
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -56,7 +56,7 @@ class EnvironmentWorker:
             "weights": {name: float(weight) for name, weight in environment.reward_weights.items()},
             "answers": states_answers(environment),
             "groups": isinstance(environment, GroupRewarding),
-            "keeps": isinstance(environment, Adaptive) or has_state("the environment", environment),
+            "keeps": isinstance(environment, Adaptive) or has_state(environment, "the environment"),
         }
 
     def count(self, split: str) -> dict[str, Any]:
