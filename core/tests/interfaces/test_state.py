@@ -29,5 +29,8 @@ def test_a_state_is_saved_and_loaded():
 @pytest.mark.parametrize(("one", "lacking"), [(Saves(), "load"), (Loads(), "state")])
 @pytest.mark.parametrize("call", [states, lambda components: load_states(components, {})])
 def test_a_component_with_a_part_of_a_state_is_refused(one, lacking, call):
-    with pytest.raises(PluginError, match=f"filter 0 has the method .* no `{lacking}`.*; add `{lacking}`, or rename"):
+    with pytest.raises(
+        PluginError,
+        match=rf"filter 0 \({type(one).__name__}\) has the method .* no `{lacking}`.*; add `{lacking}`, or rename",
+    ):
         call({"filter 0": one})

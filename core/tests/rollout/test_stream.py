@@ -528,7 +528,7 @@ def test_a_filter_with_a_part_of_a_state_is_refused() -> None:
         def state(self) -> dict[str, Any]:
             return {}
 
-    words = "filter 0 has the method `state` and no `load`"
+    words = r"filter 0 \(.*Forgetful\) has the method `state` and no `load`"
     with pytest.raises(PluginError, match=words), stream(filters=[Forgetful()]):
         pass
 

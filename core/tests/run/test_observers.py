@@ -62,7 +62,7 @@ def test_a_logger_with_a_part_of_a_state_is_refused(tmp_path):
         def state(self):
             return {}
 
-    with pytest.raises(PluginError, match="logger 'charts' has the method `state` and no `load`"):
+    with pytest.raises(PluginError, match=r"logger 'charts' \(.*Forgetful\) has the method `state` and no `load`"):
         Observers(new_manager(), RunFolder(tmp_path)).add("charts", Forgetful())
 
 

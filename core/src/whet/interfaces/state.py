@@ -50,7 +50,8 @@ def has_state(component: object, name: str) -> TypeGuard[Stateful]:
     there = [method for method in ("state", "load") if callable(getattr(component, method, None))]
     if len(there) == 1:
         lacking = "load" if there == ["state"] else "state"
-        words = f"{name} has the method `{there[0]}` and no `{lacking}`, so checkpoints would not save its state"
+        who = f"{name} ({type(component).__qualname__})"
+        words = f"{who} has the method `{there[0]}` and no `{lacking}`, so checkpoints would not save its state"
         raise PluginError(f"{words}; add `{lacking}`, or rename `{there[0]}`")
     return bool(there)
 

@@ -126,11 +126,11 @@ def build_route(
                 environment = APART.load()(entry, name, deadlines, *roles, logs=logs)
             else:
                 environment = resolve(entry.component.component.target)(entry.component.config, *roles)
+            _ = environment.close  # raises now where there is none
             usual = partial(_sampling, entry.sampling)
             route = Route(name, environment, split, entry.weights, entry.group_size, usual, entry.samples, entry.limit)
             try:
                 check_weights(environment.reward_weights)
-                _ = environment.close  # raises now where there is none
                 route.tasks()
             except BaseException:
                 route.close()
