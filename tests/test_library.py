@@ -1,13 +1,17 @@
 """The loop over the steps in a program of one's own: however it ends, the last finished step is saved."""
 
+import asyncio
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 import whet
-from whet.errors import PluginError
+from whet.errors import CheckpointError, ConfigError, PluginError
+from whet.plan.prepare import prepare
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
 
@@ -80,3 +84,70 @@ def test_a_signal_between_two_updates_of_a_step_waits_for_its_end(config, tmp_pa
         for step in parts.steps:
             take_step(parts, step, takes=2)
     assert saved(tmp_path) == 3
+
+
+def test_a_run_in_a_notebook_has_an_event_loop_around_it(tmp_path, small_run):
+    config = small_run(tmp_path, cluster={"workers": "inline"}, run={"folder": str(tmp_path / "run"), "steps": 1})
+
+    async def cell():
+        with whet.open(config) as parts:
+            parts.algorithm.run(parts)
+
+    asyncio.run(cell())
+    assert saved(tmp_path) == 1
+
+
+def test_a_folder_with_files_of_something_else_is_refused(config, tmp_path):
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "notes.txt").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=r"run\.folder: is .*run, which holds model of something else; choose another"
+    ):
+        prepare(config, ["loggers=[]"])
+    assert (model / "notes.txt").read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"environment variables are not expanded"):
+        prepare(config, ["run.folder=$HOME/run"])
+
+
+def test_a_folder_may_begin_with_the_home_of_the_user(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with whet.open(config, "run.folder=~/run", "run.steps=1") as parts:
+        for step in parts.steps:
+            take_step(parts, step)
+    assert saved(tmp_path) == 1
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(config, tmp_path):
+    with whet.open(config, "run.steps=2") as parts:
+        for step in parts.steps:
+            take_step(parts, step)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with (
+        pytest.raises(CheckpointError, match="lacks its checkpoints, which its journal says were saved; bring them"),
+        whet.open(config, "run.steps=3"),
+    ):
+        pass
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_is_moved_away_is_not_made_again(config, tmp_path):
+    match = "run was moved or deleted while its run wrote to it; bring it back"
+    with pytest.raises(CheckpointError, match=match), whet.open(config) as parts:
+        for step in parts.steps:
+            if step.number == 3:
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+            take_step(parts, step)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_step_logs_numbers_too(config, tmp_path):
+    with whet.open(config, "run.steps=1") as parts:
+        for step in parts.steps:
+            step.log({"own": 2})
+            step.log({"own": 4.0})
+            with pytest.raises(PluginError, match=r"step\.log: text is 'a', wanted a number or a whet\.Metric"):
+                step.log({"text": "a"})
+            take_step(parts, step)
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["own"] == 3.0

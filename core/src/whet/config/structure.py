@@ -33,14 +33,12 @@ class Components(Protocol):
 
     def offers(self, kind: Kind) -> Mapping[str, Any]:
         """Return the offers of a kind, by name."""
-        ...
 
     def find(self, kind: Kind, name: str) -> Any:
         """Return the offer with this name: its `component` and the `distribution` that offers it.
 
         Raises `PluginError` if there is none, or several have it.
         """
-        ...
 
 
 def structure(

@@ -30,23 +30,19 @@ class Step(Protocol):
     @property
     def number(self) -> int:
         """Return the number of the step, counted from 1."""
-        ...
 
     @property
     def seed(self) -> int:
         """Return the seed of this step. All randomness of the step is derived from this seed."""
-        ...
 
     def log(self, metrics: "Mapping[str, Metric]") -> None:
         """Add metrics to this step. Metrics of the same name are merged by their kind."""
-        ...
 
     def table(self, name: str, rows: "Sequence[Mapping[str, Any]]") -> None:
         """Log rows of builtins under a name: loggers show them as a table, and `tables/` of the run folder keeps them.
 
         Raises `ValueError` if the name is not made of letters, digits, - and _.
         """
-        ...
 
     def due(self, every: int) -> bool:
         """Return whether an action is due after this step.
@@ -54,11 +50,9 @@ class Step(Protocol):
         The action is due every `every` steps and after the last step. With `every` 0, it is due after the last step
         only.
         """
-        ...
 
     def finish(self, batch: "Batch") -> None:
         """End the step: write metrics, evaluate, call loggers and hooks, and save a checkpoint if one is due."""
-        ...
 
 
 class Steps(Protocol):
@@ -79,11 +73,9 @@ class Steps(Protocol):
 
     def is_last(self, number: int) -> bool:
         """Return whether `number` is the last step."""
-        ...
 
     def stop(self) -> None:
         """End the loop after the current step, and save it, as SIGTERM does. The same command continues the run."""
-        ...
 
     def end_by(self, moment: float, why: str) -> None:
         """End the loop as `stop` does, before a step after which a save would end later than `moment`.
@@ -91,22 +83,18 @@ class Steps(Protocol):
         `moment` is in seconds since the epoch; of several moments the nearest counts. `why` names the reason on stderr,
         e.g. "the job's time limit is reached".
         """
-        ...
 
     def save_now(self) -> None:
         """Save a checkpoint of the last finished step, unless one exists already. Wait until it is durable."""
-        ...
 
     def leave(self) -> None:
         """Save the last finished step after a loop that was left early, unless a further step has begun."""
-        ...
 
     def log_start(self, metrics: "Mapping[str, Metric]", seconds: float = 0.0) -> None:
         """Add metrics of the model before training. The metrics file has them in the row of step 0.
 
         `seconds`: how long it took to evaluate it, which tells how long a later evaluation will take.
         """
-        ...
 
 
 class Rollouts(Protocol):
@@ -114,7 +102,6 @@ class Rollouts(Protocol):
 
     def take(self, groups: int) -> "Batch":
         """Wait for `groups` groups that pass the filters, and return them as one batch."""
-        ...
 
 
 @frozen(kw_only=True)
@@ -179,4 +166,3 @@ class Algorithm(Protocol[Wanted]):
 
     def run(self, parts: Wanted) -> None:
         """Run from the first step of `parts.steps` to the last."""
-        ...

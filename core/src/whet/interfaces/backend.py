@@ -42,14 +42,12 @@ class PendingSave(Protocol):
 
         Raise `WorkerError` if a worker fails, dies or misses its deadline.
         """
-        ...
 
     def result(self) -> object:
         """Wait until the files are durable. Any thread may call this, after `taken`.
 
         Raise `WorkerError` if a worker fails, dies or misses its deadline.
         """
-        ...
 
 
 @runtime_checkable
@@ -61,7 +59,6 @@ class SavesInBackground(Protocol):
 
         The next save begins after the result of this one. `close` may come before the result, which is an error then.
         """
-        ...
 
 
 @runtime_checkable
@@ -82,32 +79,26 @@ class Backend(Protocol):
         batch is normalised by the counts of the whole batch. The metrics include at least `loss`, `grad_norm` and
         `lr`. If the count of every term of the loss is 0, no step is taken.
         """
-        ...
 
     def evaluate(self, batch: "Batch", loss: "Spec") -> "Mapping[str, Metric]":
         """Return the metrics of the loss, including its value, computed without gradient."""
-        ...
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Return model outputs, computed without gradient. Each is a NumPy array [N] or [N, K], 0 where `loss_mask` is
         false.
         """
-        ...
 
     def send_weights(self, spec: "TransferSpec") -> "Pending":
         """Start to send the weights of one transfer. The call is done when every bucket has been received."""
-        ...
 
     def save(self, folder: "Path") -> "Pending":
         """Start to save weights, optimizer and schedule. The call is done when the files are durable.
 
         The weights do not change before that. See `SavesInBackground` for a save that training does not wait for.
         """
-        ...
 
     def load(self, folder: "Path") -> None:
         """Load a folder that `save` wrote. If it belongs to another model, raise an error that shows the difference."""
-        ...
 
     def export(self, folder: "Path") -> None:
         """Write a folder that `transformers` can load: weights, config, tokenizer and chat template.
@@ -115,7 +106,6 @@ class Backend(Protocol):
         The chat template is the template of the context's model. If the folder does not have this template already,
         write it with `whet.data.model_info.write_chat_template`.
         """
-        ...
 
     def sleep(self) -> int | None:
         """Release device memory, as far as the backend's facts promise. Return the bytes released, summed over ranks.
@@ -124,12 +114,9 @@ class Backend(Protocol):
         algorithm never does. Until `wake`, every method except `sleep`, `wake` and `close` raises `WhetError`. A second
         call does nothing.
         """
-        ...
 
     def wake(self) -> None:
         """Allocate the memory again and restore the state from before `sleep`. If the backend is awake, do nothing."""
-        ...
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
-        ...

@@ -40,25 +40,20 @@ class PreparedData(Protocol):
 
     def __len__(self) -> int:
         """Return the number of units in an epoch."""
-        ...
 
     def batch(self, step: int, size: int) -> "Batch":
         """Return the batch of a step: `size` units. Steps are counted from 1."""
-        ...
 
     def epoch(self, step: int, size: int) -> float:
         """Return the number of passes over the data that are done after a step, e.g. 1.5."""
-        ...
 
     def steps(self, size: int) -> int:
         """Return the number of batches of `size` units. Raise `ValueError` if the run has no number of epochs."""
-        ...
 
     def validation(self, size: int) -> "dict[str, list[Batch]]":
         """Return the validation data of each file, by its name in metrics, in order and in batches of `size` units. The
         last batch of a file may be smaller.
         """
-        ...
 
     def with_columns(self, compute: Callable[[str, Any], Mapping[str, Any]]) -> "PreparedData":
         """Return the same data with further columns.
@@ -66,7 +61,6 @@ class PreparedData(Protocol):
         `compute(name, part)` returns the new columns of one part; `name` is `train` or `validation`. A column has one
         entry for each token of the part, or one for each sequence.
         """
-        ...
 
 
 class OfflineData(Protocol):
@@ -74,26 +68,21 @@ class OfflineData(Protocol):
 
     def go_on(self, step: int, position: Mapping[str, int]) -> None:
         """Continue after a step, from the position that was saved with this step."""
-        ...
 
     def position(self, step: int, size: int) -> dict[str, int]:
         """Return the position in the data after a step of `size` units. A checkpoint saves this position."""
-        ...
 
     def fingerprint(self) -> str:
         """Return a hash of the files' contents and the options. Together these decide the batches."""
-        ...
 
     def begin(self) -> None:
         """Begin to read and tokenise all files in the background. `prepare` waits for the end of it."""
-        ...
 
     def prepare(self) -> PreparedData:
         """Read and tokenise all files, and return the data. Later calls do not read the files again.
 
         Raise `DataError` if too many records are malformed, or if no record is left.
         """
-        ...
 
 
 class DataReader(Protocol):
@@ -104,7 +93,6 @@ class DataReader(Protocol):
 
         `fields`: see `AlgorithmFacts.record_fields`. `names`: maps the usual name of a column to the algorithm's name.
         """
-        ...
 
     def open(
         self, section: "DataSection", tokenizer: "Tokenizer", seed: int, max_length: int,
@@ -116,8 +104,6 @@ class DataReader(Protocol):
         `max_length`: the longest sequence in tokens; 0: no limit. `epochs`: number of passes over the data; None: no
         end. Tokenisation calls `status` with its progress, and runs inside the context `timed()`.
         """
-        ...
 
     def records(self, epochs: float, records: int) -> int:
         """Return the number of records in `epochs` epochs, if one epoch has `records` records."""
-        ...

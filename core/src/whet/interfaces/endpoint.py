@@ -31,24 +31,19 @@ class RecordedSequence(Protocol):
     @property
     def messages(self) -> Conversation:
         """Return the conversation so far."""
-        ...
 
     @property
     def turns(self) -> int:
         """Return the number of responses of the model in this sequence."""
-        ...
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
         """Return the tokens and messages of the sequence after its first `turns` responses."""
-        ...
 
     def fork_after(self, turns: int) -> Self:
         """Start another sequence of the episode, and return it. Its history is `history(turns)` of this sequence."""
-        ...
 
     def fresh(self, tools: Tools = ()) -> Self:
         """Start another sequence of the episode, and return it. It has no history; its prompt describes the tools."""
-        ...
 
     async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
         """Append messages, sample a response, record it and return it.
@@ -56,7 +51,6 @@ class RecordedSequence(Protocol):
         tokens [appended]: if given, these tokens are appended in place of the tokens that the chat template makes of
         the messages.
         """
-        ...
 
 
 class Loop(Protocol):
@@ -64,11 +58,9 @@ class Loop(Protocol):
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the event loop, and return its result."""
-        ...
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine on the event loop. Return False if the event loop no longer runs."""
-        ...
 
 
 class RunFiles(Protocol):
@@ -77,15 +69,12 @@ class RunFiles(Protocol):
     @property
     def path(self) -> Path:
         """Return the run folder."""
-        ...
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows to a file of JSON lines."""
-        ...
 
     def journal(self, event: str, **details: Any) -> None:
         """Write an event to the journal."""
-        ...
 
 
 @runtime_checkable
@@ -105,7 +94,6 @@ class Endpoints(Protocol):
         :param sampling: the sampling parameters of all requests. Requests may not ask for others.
         :param ignore: the parameters of requests that are ignored.
         """
-        ...
 
     def serve(
         self, generator: Generator, chat: Chat, rollout: "RolloutSection", *, max_context: int, seed: int,
@@ -124,4 +112,3 @@ class Endpoints(Protocol):
         :param folder: the run folder, to which the address, responses and events are written.
         :param loop: the event loop of the run's episodes.
         """
-        ...

@@ -77,7 +77,6 @@ class Model(Protocol):
     @property
     def episode(self) -> EpisodeInfo:
         """Return facts about the episode: its split, seeds, and number among the samples of its group."""
-        ...
 
     async def reply(
         self,
@@ -100,7 +99,6 @@ class Model(Protocol):
             come from another distribution than the policy's. None: the run's temperature.
         :param prefill: the beginning of the response. The model continues it. Its tokens are not trained on.
         """
-        ...
 
     def with_tools(self, tools: Tools) -> "Model":
         """Return another sequence of the same episode, without history. Its prompt describes the tools.
@@ -108,14 +106,12 @@ class Model(Protocol):
         The chat template writes the tools, and `Reply.calls` has the calls that the model wrote in the template's own
         format. A template that knows no tools leaves them out. A result is `Message("tool", text, answers=call.id)`.
         """
-        ...
 
     def fork(self, agent: str = "") -> "Model":
         """Return another sequence of the same episode. It starts with the history so far.
 
         `agent` names the agent that the sequence belongs to, e.g. a player of a game. Empty: the same agent.
         """
-        ...
 
     def reward(
         self,
@@ -130,14 +126,12 @@ class Model(Protocol):
         `tokens` narrows a reward of a turn to some tokens of the response: the first, and the one after the last.
         Values of one name and address are added. A name that an episode does not record counts as 0.
         """
-        ...
 
     def record(self, name: str, value: Any) -> None:
         """Add a value to the record of the episode, for the run folder and the report.
 
         `value`: text, a number, an `Image`, or a list or array of at most 4,096 of them. A long text is cut.
         """
-        ...
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible endpoint for an external agent: `async with model.endpoint() as address:`.
@@ -148,7 +142,6 @@ class Model(Protocol):
         parameters; the parameters in `ignore` are not compared. If the model fails, the body is cancelled and the error
         is raised. Needs `pip install 'whet[endpoint]'`.
         """
-        ...
 
 
 @runtime_checkable
@@ -160,7 +153,6 @@ class Environment(Protocol):
 
         If tasks are generated, item i is computed from a seed and i. So a position in the data is an integer.
         """
-        ...
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play one episode with the model, and return its named rewards.
@@ -172,16 +164,13 @@ class Environment(Protocol):
         the environment does not catch it, every reward is 0. If it does not catch `ContextFull`, the episode ends with
         the recorded rewards.
         """
-        ...
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
         """Return the weight of each named reward in the total reward. A name without an entry has weight 1."""
-        ...
 
     def close(self) -> None:
         """Release the resources of the environment, e.g. grader processes. A second call does nothing."""
-        ...
 
 
 @runtime_checkable
@@ -195,7 +184,6 @@ class Answering(Protocol):
         the model's last response, which may be hostile and of any length. The method must not read the reference
         answer. It runs on the thread of all episodes, so it must be fast.
         """
-        ...
 
 
 @runtime_checkable
@@ -209,7 +197,6 @@ class GroupRewarding(Protocol):
         already. In evaluation, the group is the samples of a task that succeeded. If the method raises, the group is
         dropped, or its tasks are in evaluation. One deadline holds for the method, as for an episode.
         """
-        ...
 
 
 @runtime_checkable
@@ -222,15 +209,12 @@ class Adaptive(Protocol):
 
     def difficulty(self) -> float:
         """Return the difficulty for the next group. `model.episode.difficulty` is this number."""
-        ...
 
     def adapted(self, task: Task, difficulty: float) -> Task:
         """Return a task at a difficulty. If `run` alone follows the difficulty, return the task unchanged."""
-        ...
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn from the groups that a step consumed, in order of admission, those that a filter removed included."""
-        ...
 
 
 class Scorer(Protocol):
@@ -242,7 +226,6 @@ class Scorer(Protocol):
         A conversation that is longer than the model's positions is cut to its end if `cut` is true. Raises `DataError`
         if it is false, or if that model's chat template cannot render the conversation.
         """
-        ...
 
 
 class Responder(Protocol):
@@ -273,7 +256,6 @@ class Responder(Protocol):
         :param temperature: None: 1. 0: the likeliest tokens.
         :param prefill: the beginning of the response. The model continues it.
         """
-        ...
 
 
 RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]

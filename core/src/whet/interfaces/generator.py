@@ -65,7 +65,6 @@ class Replicated(Protocol):
 
         Those that are lost take no part in a weight sync.
         """
-        ...
 
 
 @runtime_checkable
@@ -84,7 +83,6 @@ class Generator(Protocol):
         Requests made in the same iteration of the event loop are sent in one message. Cancelling the awaiting task
         aborts the request.
         """
-        ...
 
     def receive_weights(
         self, spec: "TransferSpec", version: int, on_weight_update: OnWeightUpdate = "drain"
@@ -97,7 +95,6 @@ class Generator(Protocol):
         with the tokens that they have and `stop="abort"`; the caller requests the rest. Waiting requests and all later
         ones use the new weights.
         """
-        ...
 
     def sleep(self) -> int | None:
         """Release device memory, as far as the generator's facts promise. Return the bytes released, summed over ranks.
@@ -106,15 +103,12 @@ class Generator(Protocol):
         `WhetError`. Weights that arrive meanwhile are received, and take only the memory that they need. A second call
         of `sleep` releases that memory too, and otherwise does nothing.
         """
-        ...
 
     def wake(self) -> None:
         """Take the memory again and serve with the newest weights. Does nothing if the generator is awake.
 
         The newest weights are those from before `sleep`, or those that arrived since.
         """
-        ...
 
     def close(self) -> None:
         """End the workers. Safe to call twice."""
-        ...

@@ -29,11 +29,9 @@ class Launching(Protocol):
 
     def address(self, section: "ClusterSection") -> str:
         """Return the address of the cluster that a run joins. Empty: its processes are on this machine."""
-        ...
 
     def examine(self, section: "ClusterSection | None") -> Iterator[Finding]:
         """Yield the findings for a report on this machine. None: no config was given, or it names another launcher."""
-        ...
 
     def cluster(
         self, section: "ClusterSection", run: str, logs: Path, share: Sequence[Sequence[str]], python: Mapping[str, str]
@@ -43,4 +41,3 @@ class Launching(Protocol):
         `run` is the name of the run, `share` has the groups of roles that share processes, and `python` the path of
         the interpreter of each role that does not run in the driver's.
         """
-        ...

@@ -53,19 +53,15 @@ class Logger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step. Step 0 is the evaluation before the first step."""
-        ...
 
     def status(self, text: str) -> None:
         """Show what the run is waiting for, e.g. "rollouts, 91 of 128 episodes finished". Most loggers ignore it."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Discard what was logged for steps after `step`; -1 discards everything.
 
         Called after workers were lost, before the run repeats these steps.
         """
-        ...
 
     def close(self, failed: bool) -> None:
         """Finish: flush, print a summary, draw. Safe to call twice."""
-        ...

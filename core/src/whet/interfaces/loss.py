@@ -43,7 +43,6 @@ class Loss(Protocol):
 
     def counts(self, batch: "Batch") -> Mapping[str, Any]:
         """Return each term's count, from the batch alone. Backends sum it over ranks. A count of 0 takes no step."""
-        ...
 
     def live(self, batch: "Batch") -> Any:
         """Return which sequences [B, bool] can add to any term's value or gradient. The others may skip the forward
@@ -51,8 +50,6 @@ class Loss(Protocol):
 
         If the advantage alone drives the loss, sequences with advantage 0 add nothing.
         """
-        ...
 
     def __call__(self, outputs: Mapping[str, Any], batch: "Batch") -> LossResult:
         """Return each term's sum over this micro-batch, and metrics. `batch.info` has the `step` of the run."""
-        ...

@@ -18,11 +18,9 @@ class Stateful(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return the state as builtins that JSON stores exactly: a float keeps its last bit, a key must be a string."""
-        ...
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""
-        ...
 
 
 def states(components: Mapping[str, object]) -> dict[str, Any]:

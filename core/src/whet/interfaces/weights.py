@@ -93,11 +93,9 @@ class TransportDriver(Protocol):
 
         All senders are done. Receivers may be waiting already.
         """
-        ...
 
     def close(self) -> None:
         """Release the resources of the driver's part."""
-        ...
 
 
 class Proof(Protocol):
@@ -105,14 +103,12 @@ class Proof(Protocol):
 
     def requests(self, replica: int) -> "list[Request]":
         """Return the requests that the replica must complete."""
-        ...
 
     def check(self, replica: int, completions: "Sequence[Completion]") -> float:
         """Return the mean absolute difference of a replica's logprobs from the trainer's, in nats.
 
         Raise `WeightSyncError` if the replica does not have the weights.
         """
-        ...
 
 
 class Probe(Protocol):
@@ -131,15 +127,12 @@ class Probe(Protocol):
 
     def due(self, version: int) -> bool:
         """Return whether this weight sync, the next of this run attempt, must be checked."""
-        ...
 
     def __call__(self, version: int, weights: str = "policy") -> Proof | None:
         """Check all replicas that are present, while the trainer still holds the weights that it sent.
 
         Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`.
         """
-        ...
 
     def metrics(self) -> "dict[str, Metric]":
         """Return the metrics of the checks since the last call."""
-        ...

@@ -25,11 +25,9 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """Wait for the result and return it. Raise `WorkerError` if the worker fails, dies or misses its deadline."""
-        ...
 
     def done(self) -> bool:
         """Return whether `result` would return without waiting."""
-        ...
 
 
 class PendingEach(Protocol):
@@ -37,11 +35,9 @@ class PendingEach(Protocol):
 
     def result(self, rank: int) -> Any:
         """Wait for the result of a rank and return it. Raise `WorkerError` if it fails, dies or misses its deadline."""
-        ...
 
     def wait(self) -> None:
         """Wait until every rank has answered, or one rank has failed."""
-        ...
 
     def when(self, rank: int, call: "Callable[[WorkerError | None], None]") -> bool:
         """Run `call` once, when the rank has answered or failed. Any thread may run `call`, and `call` must not wait.
@@ -49,11 +45,9 @@ class PendingEach(Protocol):
         The argument of `call` is None if the rank has answered, or the rank's error if it has failed. Return False if
         `call` will not be run, because the rank has answered or failed already, or was not called.
         """
-        ...
 
     def done(self) -> bool:
         """Return whether every rank has its result, so that `result` does not wait for any rank."""
-        ...
 
 
 class Heard(NamedTuple):
@@ -93,27 +87,22 @@ class Workers(Protocol):
 
         Only then can one process be restarted without the others.
         """
-        ...
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call every rank with the same arguments, wait, and return the results in rank order."""
-        ...
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> "Pending":
         """Start a call on every rank. The result of the call is the list of results in rank order."""
-        ...
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "Pending":
         """Start a call on one rank. Its result is a list with one item. A missed deadline ends only this rank."""
-        ...
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "PendingEach":
         """Start a call on each of these ranks. A rank that misses its deadline is ended; the other ranks go on."""
-        ...
 
     def scatter(
         self,
@@ -124,7 +113,6 @@ class Workers(Protocol):
         timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Call rank i with arguments[i], wait, and return the results in rank order."""
-        ...
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
         """Call an async-generator method of one rank and yield its items.
@@ -132,7 +120,6 @@ class Workers(Protocol):
         The call goes to the process that the rank has now, when the first item is requested. Closing the iterator
         cancels the call.
         """
-        ...
 
     def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
         """Call an async-generator method of several ranks, and yield the items of all streams as they arrive.
@@ -140,7 +127,6 @@ class Workers(Protocol):
         Each rank is called as in `stream`, with its own argument list from `shares`. Each rank succeeds or fails by
         itself. The iterator ends when all streams have ended.
         """
-        ...
 
     def restart(self, rank: int) -> None:
         """End the process of one rank, start a new process, and build the worker again with the same arguments.
@@ -148,11 +134,9 @@ class Workers(Protocol):
         Running calls of the rank fail. A restart is possible only if the workers are `alone` and use no collectives
         among themselves.
         """
-        ...
 
     def close(self) -> None:
         """End the workers and every process that they started: ask first, then kill. A second call does nothing."""
-        ...
 
 
 @frozen
@@ -176,12 +160,10 @@ class WorkerGroup(Protocol):
     @property
     def role(self) -> str:
         """Return the role's name."""
-        ...
 
     @property
     def size(self) -> int:
         """Return the number of ranks."""
-        ...
 
     @property
     def host_groups(self) -> tuple[str, ...]:
@@ -189,11 +171,9 @@ class WorkerGroup(Protocol):
 
         If two roles have an equal name, they share this process, and so they can share tensors.
         """
-        ...
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> Workers:
         """Start one worker object for each rank, wait until all are built, and return them."""
-        ...
 
 
 class Give(Protocol):
@@ -204,7 +184,6 @@ class Give(Protocol):
 
         None as `spec`: the replica already has the weights.
         """
-        ...
 
 
 class Replacing(Protocol):
@@ -216,14 +195,12 @@ class Replacing(Protocol):
 
     def grant(self, error: "WorkerLost") -> bool:
         """Return whether a replica may be restarted after this error. Record the decision, and show it to the user."""
-        ...
 
     def sync(self, give: Give) -> None:
         """Wait until the weights can be sent. Then call `give` once, with the spec and proof of the current weights.
 
         No other weight sync begins in the meantime.
         """
-        ...
 
 
 @frozen

@@ -15,14 +15,12 @@ class Recorder(Protocol):
 
     def taken(self, step: int, batch: Batch) -> None:
         """Look at a batch before it is trained on. A step may take several."""
-        ...
 
     def rows(self, groups: Sequence[Group], finished: Batch) -> Callable[[], Rows]:
         """Return a function that returns a row for each episode. Any thread may call it.
 
         `finished` is the batch with the columns that the algorithm added.
         """
-        ...
 
 
 class MessageRecorder:

@@ -87,6 +87,9 @@ def open_run(
     saved = checkpoint.latest(folder)
     if saved:
         refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), fingerprint, config)
+    elif any(row.get("event") == "saved" for row in folder.events()):
+        words = "which its journal says were saved; bring them back, or choose another run.folder to begin anew"
+        raise CheckpointError(f"{folder.path} lacks its checkpoints, {words}")
     done, state = (saved.step, saved.state) if saved else (0, {})
     # after the check for another run, because it may take minutes
     total = count_steps(

@@ -41,7 +41,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
         """`private_records`: only this user may read the files in `PRIVATE`; else the umask decides."""
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.scratch = self.path / "scratch"
         """For files that need not outlast the run."""
@@ -94,13 +94,20 @@ class RunFolder:
         """Write a small text file atomically."""
         target = self.path / name
         with disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_parent(target)
             partial = target.with_name(target.name + ".partial")
             with partial.open("w", encoding="utf-8") as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
             partial.replace(target)
+
+    def _make_parent(self, target: Path) -> None:
+        """Make the folder of a file. Raises `CheckpointError` if the run folder is no longer where it was locked."""
+        if self._lock is not None and not (self.path / ".lock").exists():
+            words = "was moved or deleted while its run wrote to it; bring it back, and start the same command again"
+            raise CheckpointError(f"{self.path} {words}")
+        target.parent.mkdir(parents=True, exist_ok=True)
 
     def read_json(self, name: str) -> Any:
         """Return the value in a JSON file; None: there is no such file."""
@@ -119,7 +126,7 @@ class RunFolder:
             return
         target = self.path / name
         with disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_parent(target)
             mode = 0o600 if self._private and name.startswith(PRIVATE) else 0o666
             with open(target, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
                 end = stream.tell()

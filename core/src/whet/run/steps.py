@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, frozen
@@ -56,9 +57,13 @@ class Step:
     _steps: "Steps"
     _metrics: dict[str, Metric] = field(factory=dict, init=False)
 
-    def log(self, metrics: Mapping[str, Metric]) -> None:
-        """Add metrics; those of one name are merged by their kind."""
-        self._metrics = merging.merge([self._metrics, metrics])
+    def log(self, metrics: Mapping[str, Metric | float]) -> None:
+        """Add metrics; those of one name are merged by their kind. A number is a mean over one item."""
+        given = {name: one if isinstance(one, Metric) else merging.mean(one) for name, one in metrics.items()}
+        for name, one in given.items():
+            if not isinstance(one.value, Real) and one is not metrics[name]:
+                raise PluginError(f"step.log: {name} is {one.value!r:.60}, wanted a number or a whet.Metric")
+        self._metrics = merging.merge([self._metrics, given])
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of builtins to `tables/` of the run folder, and send them to loggers."""

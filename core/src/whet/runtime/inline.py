@@ -19,6 +19,7 @@ from attrs import frozen
 from whet.component import resolve
 from whet.errors import WhetError, WorkerError, in_words
 from whet.interfaces.workers import Heard, Pending, WorkerRank
+from whet.runtime.threads import run_coroutine
 from whet.runtime.wire import decode, encode
 from whet.runtime.worker_process import public_method
 from whet.runtime.workers import Answers
@@ -147,7 +148,7 @@ class InlineWorkers:
     def _await(self, coroutine: Any) -> Any:
         if self._loop is not None and self._loop.is_running():
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        return asyncio.run(coroutine)
+        return run_coroutine(coroutine)
 
 
 async def merged(streams: Mapping[int, AsyncIterator[Any]]) -> AsyncGenerator[Heard, None]:

@@ -6,16 +6,20 @@
 A thread ends, and is reported as lost, when `MOST_IN_A_ROW` items in a row raise: it would do nothing but fail.
 """
 
+import asyncio
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from whet.errors import in_words, place_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_IN_A_ROW = 50
 PAUSE_SECONDS = 0.05
@@ -54,6 +58,16 @@ class Guard:
             self._told.add(found)
             with suppress(Exception):  # the log itself may be closed or broken
                 log.error("the thread %s goes on after an error: %s", self._thread, in_words(error))
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, on a thread of its own where this thread runs an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def watched(

@@ -27,17 +27,14 @@ class Settings(Protocol):
     @property
     def beta(self) -> float:
         """Scale of rewards."""
-        ...
 
     @property
     def sft(self) -> SftTerm:
         """Return the second term."""
-        ...
 
     @property
     def metrics(self) -> PairMetrics:
         """Return what is reported."""
-        ...
 
 
 Config = TypeVar("Config", bound=Settings)

@@ -42,7 +42,7 @@ class RunningTally:
 
     def __init__(self, folder: str, done: int) -> None:
         """Begin after `done` steps. The file is read when it is first needed."""
-        self._file, self._done = Path(folder) / "score-shift.jsonl", done
+        self._file, self._done = Path(folder).expanduser() / "score-shift.jsonl", done
         self._tally: Tally | None = None
 
     @property

@@ -20,7 +20,6 @@ class Slices(Protocol):
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return a slice."""
-        ...
 
 
 @frozen

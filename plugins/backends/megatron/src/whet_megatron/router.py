@@ -16,17 +16,14 @@ class Watch(Protocol):
 
     def begin(self) -> None:
         """Prepare the pass that begins."""
-        ...
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of the experts that compute. Megatron calls it where it would choose."""
-        ...
 
     def end(self, logits: Tensor, probs: Tensor) -> Tensor:
         """Return the probabilities, to which losses may be attached."""
-        ...
 
 
 class WatchedRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types

@@ -41,39 +41,30 @@ class Game(Protocol[P]):
 
     def rules(self, difficulty: int) -> str:
         """Return the rules as text. They name the moves."""
-        ...
 
     def start(self, draw: random.Random, difficulty: int) -> P:
         """Return a first position, which is not solved."""
-        ...
 
     def key(self, position: P) -> str:
         """Return text that is equal for equal first positions. Its hash decides the split."""
-        ...
 
     def shown(self, position: P) -> str:
         """Return what the model sees of a position."""
-        ...
 
     def moved(self, position: P, move: str) -> P:
         """Return the position after a move. Raises `IllegalMove`."""
-        ...
 
     def solved(self, position: P) -> bool:
         """Return whether the game is solved."""
-        ...
 
     def progress(self, position: P) -> float:
         """Return how near the solution is, from 0 to 1."""
-        ...
 
     def measures(self, position: P) -> Mapping[str, float]:
         """Return measures of a game that ended in a position. They are recorded, and not trained on."""
-        ...
 
     def revealed(self, position: P) -> str:
         """Return all that there is to know about a position, for records."""
-        ...
 
 
 class GameEnvironment(Generic[P]):

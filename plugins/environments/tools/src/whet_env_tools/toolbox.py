@@ -44,11 +44,9 @@ class Source(Protocol):
 
     async def call(self, tool: str, arguments: Mapping[str, Any], playing: Playing) -> Outcome:
         """Call a tool. Raises `InfrastructureError` where the tool itself is broken."""
-        ...
 
     def close(self) -> None:
         """End all that runs for the tools."""
-        ...
 
 
 @frozen

@@ -30,15 +30,12 @@ class Session(Protocol):
 
     def step(self, tokens: Tensor) -> None:
         """Append a token to each row."""
-        ...
 
     def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
         """Take note that a row ends. tokens [length]: those that were computed; the first `prompt` were its prompt."""
-        ...
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
-        ...
 
 
 class Decoder(Protocol):
@@ -47,22 +44,18 @@ class Decoder(Protocol):
     @property
     def vocab_size(self) -> int:
         """Return the width of the logits."""
-        ...
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> Session:
         """Return a session whose prompts are computed.
 
         prompts: ascending by length; owner [B], ascending: the prompt of each row; room: tokens after each prompt.
         """
-        ...
 
     def refresh(self) -> None:
         """Update what is derived from the weights, after the weights have changed."""
-        ...
 
     def free(self) -> int:
         """Free the memory that is kept between batches. Returns the number of bytes."""
-        ...
 
 
 @define(eq=False)

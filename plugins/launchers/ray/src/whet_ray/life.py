@@ -34,7 +34,6 @@ class Signs(Protocol):
 
     def fault(self) -> str:
         """Return why Ray cannot be used any more, or "" while it runs."""
-        ...
 
 
 class OwnSigns:

@@ -30,11 +30,9 @@ class Reader(Protocol):
     @property
     def frame(self) -> "Frame":
         """Return the text around calls."""
-        ...
 
     def calls(self, text: str, tools: Tools) -> tuple[int, list[Call]]:
         """Return where the content before the calls ends, and the calls, without ids. Raises `ValueError`."""
-        ...
 
 
 @frozen

@@ -31,7 +31,6 @@ class Reward(Protocol):
 
     def __call__(self, episode: Finished) -> float | Awaitable[float]:
         """Return the reward of one episode."""
-        ...
 
 
 @runtime_checkable
@@ -40,4 +39,3 @@ class GroupReward(Protocol):
 
     def of_group(self, episodes: Sequence[Finished]) -> Sequence[float]:
         """Return the reward of each episode of a group."""
-        ...

@@ -1,6 +1,5 @@
 """The common part of generators made of independent replicas, whatever their engine: requests, weights, replacement."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WhetError, WorkerLost
 from whet.interfaces.weights import Proof, TransferSpec
 from whet.interfaces.workers import Pending, PendingEach, Replacing, Workers
+from whet.runtime.threads import run_coroutine
 from whet_generation.dispatcher import RequestDispatcher
 from whet_generation.replica_set import ReplicaSet
 
@@ -90,7 +90,7 @@ class Replicas:
         ask = partial(self.workers.start_on, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
         ask(rank, "receive_weights", spec, spec.version, "drain").result()
         if proof is not None:
-            proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))
+            proof.check(rank, run_coroutine(self._answers(rank, proof.requests(rank))))
 
     async def _answers(self, rank: int, requests: Sequence[Request]) -> list[Completion]:
         """Return one replica's completions of requests that no one else sees, in their order."""

@@ -15,19 +15,15 @@ class Curriculum(Protocol):
 
     def difficulty(self) -> float:
         """Return the present difficulty."""
-        ...
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn from the groups that a step consumed."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the state as builtins."""
-        ...
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        ...
 
 
 def _above_down(instance: "CurriculumConfig", attribute: Any, value: float) -> None:

@@ -33,8 +33,6 @@ class Provider(Protocol):
 
         Raises `SandboxBroken`.
         """
-        ...
 
     def close(self) -> None:
         """End all sandboxes. A second call does nothing."""
-        ...

@@ -32,11 +32,9 @@ class Grid(Protocol):
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-        ...
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return the coordinates of a rank."""
-        ...
 
 
 def members(grid: Grid, rank: int, *axes: str) -> list[int]:

@@ -53,27 +53,21 @@ class View(Protocol):
     @property
     def width(self) -> int | None:
         """Return the columns of the terminal. None: lines have no maximum length."""
-        ...
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
         """Show chosen metrics of a step, and the remaining seconds of the run."""
-        ...
 
     def line(self, text: str) -> None:
         """Show a line."""
-        ...
 
     def advance(self, step: int) -> None:
         """Show the number of finished steps."""
-        ...
 
     def status(self, text: str) -> None:
         """Show the text about what the run waits for."""
-        ...
 
     def close(self) -> None:
         """End the live display."""
-        ...
 
 
 class Terminal:

@@ -23,19 +23,15 @@ class Writer(Protocol):
 
     def begin(self) -> bytes:
         """Return the events before the first token."""
-        ...
 
     def piece(self, index: int, piece: Piece, tokens: Sequence[Tokens]) -> bytes:
         """Return the events of a piece of a choice. `tokens` are those since the last piece of the choice."""
-        ...
 
     def end(self, choices: Sequence[Choice], rest: Sequence[Sequence[Tokens]]) -> bytes:
         """Return the events after the last piece. `rest` has the tokens of each choice since its last piece."""
-        ...
 
     def failed(self, error: ApiError) -> bytes:
         """Return the events of a response that failed on its way."""
-        ...
 
 
 class Dialect(Protocol):
@@ -43,19 +39,15 @@ class Dialect(Protocol):
 
     def read(self, body: Any, rules: Rules, memory: Memory) -> ApiRequest:
         """Return the request in a body. Raises `ApiError`."""
-        ...
 
     def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
         """Return the whole response; `name` is unique."""
-        ...
 
     def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> Writer:
         """Return the writer of a stream."""
-        ...
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error as JSON."""
-        ...
 
 
 def event(data: Mapping[str, Any] | str, name: str = "") -> bytes:

@@ -23,16 +23,13 @@ class Responder(Protocol):
     @property
     def rules(self) -> Rules:
         """Return what requests may ask for."""
-        ...
 
     @property
     def chat(self) -> Chat:
         """Return the tokenizer of the model."""
-        ...
 
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the choices of a response. `name` is unique. Raises `ApiError`."""
-        ...
 
 
 @define(eq=False)

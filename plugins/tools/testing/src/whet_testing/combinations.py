@@ -30,7 +30,6 @@ class Paired(Protocol):
 
     def pairs(self) -> set[Any]:
         """Return every pair of two choices."""
-        ...
 
 
 T = TypeVar("T", bound=Paired)

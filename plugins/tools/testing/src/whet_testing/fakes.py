@@ -229,11 +229,9 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> IntArray:
         """Return the tokens of a text."""
-        ...
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
         """Return the text of tokens."""
-        ...
 
 
 class ByteCodec:

@@ -37,15 +37,12 @@ class Tools(Protocol):
 
     def described(self) -> list[dict[str, Any]]:
         """Return name, description and parameters of each tool."""
-        ...
 
     async def call(self, tool: str, arguments: dict[str, Any], episode: dict[str, Any]) -> Answer:
         """Call a tool. Raises `Broken`."""
-        ...
 
     async def recovers(self, seconds: float) -> bool:
         """Return whether further calls can be answered, after a call that was not over within `seconds`."""
-        ...
 
 
 def main() -> None:

@@ -30,12 +30,10 @@ class OfflineConfig(Protocol):
     @property
     def batch_size(self) -> int:
         """Return how many records one step consumes."""
-        ...
 
     @property
     def validate_every(self) -> int:
         """Return the steps between validations."""
-        ...
 
 
 def read_data(parts: "OfflineParts") -> "PreparedData":
