@@ -26,11 +26,18 @@ def test_a_state_is_saved_and_loaded():
     assert one.loaded == {"seen": [1, 0.1]}
 
 
-@pytest.mark.parametrize(("one", "lacking"), [(Saves(), "load"), (Loads(), "state")])
 @pytest.mark.parametrize("call", [states, lambda components: load_states(components, {})])
-def test_a_component_with_a_part_of_a_state_is_refused(one, lacking, call):
-    with pytest.raises(
-        PluginError,
-        match=rf"filter 0 \({type(one).__name__}\) has the method .* no `{lacking}`.*; add `{lacking}`, or rename",
-    ):
-        call({"filter 0": one})
+def test_a_component_that_nothing_could_load_is_refused(call):
+    with pytest.raises(PluginError, match=r"filter 0 \(Saves\) has the method `state` and no `load`.*; add `load`, or"):
+        call({"filter 0": Saves()})
+
+
+class OfAGame:
+    def state(self, board):
+        return board
+
+
+@pytest.mark.parametrize("one", [Loads(), OfAGame()])
+def test_methods_of_other_meanings_are_no_state(one):
+    load_states({"environment": one}, {"environment": {}})
+    assert states({"environment": one}) == {}

@@ -4,6 +4,7 @@ Algorithms, advantage estimators, filters, environments and loggers may have the
 saves the state after its step, and a run that resumes from it loads the state before it continues.
 """
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -44,14 +45,13 @@ def stored(name: str, state: Any) -> Any:
 
 
 def has_state(component: object, name: str) -> TypeGuard[Stateful]:
-    """Return whether a component has a state. Raise `PluginError` if it has one of the methods of `Stateful` alone."""
-    there = [method for method in ("state", "load") if callable(getattr(component, method, None))]
-    if len(there) == 1:
-        lacking = "load" if there == ["state"] else "state"
+    """Return whether a component has a state. Raise `PluginError` if nothing could load it."""
+    state, load = (getattr(component, method, None) for method in ("state", "load"))
+    if callable(state) and load is None and not inspect.signature(state).parameters:
         who = f"{name} ({type(component).__qualname__})"
-        words = f"{who} has the method `{there[0]}` and no `{lacking}`, so checkpoints would not save its state"
-        raise PluginError(f"{words}; add `{lacking}`, or rename `{there[0]}`")
-    return bool(there)
+        words = f"{who} has the method `state` and no `load`, so checkpoints would not save its state"
+        raise PluginError(f"{words}; add `load`, or rename `state`")
+    return callable(state) and callable(load)
 
 
 def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> None:
