@@ -145,7 +145,7 @@ def _refuse_result(loss: Loss, result: Any, outputs: Mapping[str, Tensor]) -> No
         raise WhetError(f"{who} returned {type(result).__name__}, wanted a LossResult")
     if result.terms.keys() - loss.weights.keys():
         raise WhetError(f"{who} returned the terms {_listed(result.terms)}, and has weights of {_listed(loss.weights)}")
-    learns = torch.is_grad_enabled() and any(output.requires_grad for output in outputs.values())
+    learns = torch.is_grad_enabled() and all(output.requires_grad for output in outputs.values())
     for name, value in result.terms.items():
         if not isinstance(value, Tensor) or value.ndim:
             found = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
