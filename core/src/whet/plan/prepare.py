@@ -43,8 +43,8 @@ OWN = (
     "endpoint.json", "endpoint.jsonl",
 )  # fmt: skip
 """What a run writes in its folder."""
-WRITTEN_LATE = ("metrics.jsonl", "histograms.jsonl", "rollouts", "evaluations", "tables", "checkpoints", "model")
-"""Of these, what a run writes after its journal has begun."""
+WRITTEN_LATE = ("metrics.jsonl", "histograms.jsonl", "rollouts", "evaluations", "tables", "model")
+"""Of these, what a run writes after its journal has begun. A checkpoint is known by what is in it."""
 
 
 @frozen
