@@ -75,7 +75,7 @@ def ernie(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
 
 
 @pytest.fixture
-def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
+def make_worker(folders: Callable[[str], Path], tmp_path: Path) -> Callable[..., Worker]:
     """Return a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
 
     def make(
@@ -88,7 +88,8 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank(role, 0, 1, device=device), config, model, total_steps=10, scratch="")
+        scratch = str(tmp_path / "scratch")  # other tests at the same time have theirs
+        return Worker(WorkerRank(role, 0, 1, device=device), config, model, total_steps=10, scratch=scratch)
 
     return make
 
