@@ -130,7 +130,8 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         found, recognised = look_at_data(config.data, roles.algorithm.record_fields, names)
         problems += [*found, *_unchecked(config.weight_sync.probe, roles)]
     folder = Path(config.run.folder).expanduser().absolute()
-    problems += [*_taken(folder, roles.selections), *_foreign(folder)] if trains else []  # other jobs have no loggers
+    if trains:  # other jobs have no loggers, and a folder of their own
+        problems += [*_taken(folder, roles.selections), *_foreign(config.run.folder)]
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
@@ -282,14 +283,15 @@ def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Proble
             yield Problem(key, f"{inner!r} is already written by {owner}; choose another name")
 
 
-def _foreign(folder: Path) -> Iterator[Problem]:
-    """Yield a problem where a run would delete or continue files that no run wrote. A run writes its journal first."""
+def _foreign(path: str) -> Iterator[Problem]:
+    """Yield what is wrong with a run folder: files that no run wrote, for a run writes its journal first, and `$`."""
+    folder = Path(path).expanduser().absolute()
     found = [name for name in WRITTEN_LATE if (folder / name).exists()]
     if found and not any((folder / name).exists() for name in ("journal.jsonl", "identity.json")):
         words = f"is {folder}, which holds {', '.join(found)} of something else; choose another folder"
         yield Problem("run.folder", words)
-    if "$" in str(folder):
-        yield Problem("run.folder", f"is {folder}; environment variables are not expanded, write the path")
+    if "$" in path:
+        yield Problem("run.folder", f"is {path}; environment variables are not expanded, write the path")
 
 
 def _outside(folder: Path, selections: Mapping[str, Selection]) -> Iterator[str]:
