@@ -144,7 +144,7 @@ def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny
     assert done.stdout.startswith("structure: ok\nproblems: none\nplan:\n")
     *_, calls, loaded = done.stdout.splitlines()
     assert loaded == "loaded:"
-    # Less than a second on a usual core. Time depends on the machine and on what else it does; the number of calls does not.
+    # Less than a second on a usual core. Time depends on the machine, the number of calls does not.
     assert 100_000 < int(calls.removeprefix("calls:")) < 1_500_000
 
 
