@@ -108,6 +108,8 @@ def test_a_folder_with_files_of_something_else_is_refused(config, tmp_path):
     assert (model / "notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"environment variables are not expanded"):
         prepare(config, ["run.folder=$HOME/run"])
+    with pytest.raises(ConfigError, match=r"run\.folder: is .*deeper, and .*notes\.txt is a file; choose another"):
+        prepare(config, [f"run.folder={model / 'notes.txt' / 'deeper'}"])
 
 
 def test_a_folder_may_begin_with_the_home_of_the_user(config, tmp_path, monkeypatch):

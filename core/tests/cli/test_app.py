@@ -26,6 +26,13 @@ def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any, insta
     assert ["shine", "Make", "it", "shine."] in [line.split() for line in said]
 
 
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "whet", "check", str(tmp_path / "a.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: "), done.stderr
+
+
 def test_that_nobody_reads_any_more_does_not_change_the_code(tmp_path: Path) -> None:
     """Python's own for it is 120."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

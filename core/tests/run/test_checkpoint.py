@@ -281,6 +281,15 @@ def test_the_best_is_known_from_the_checkpoints_alone(tmp_path):
     assert checkpoint.ranking(resumed, best) == [50]
 
 
+def test_checkpoints_of_before_stay_while_none_has_the_metric(tmp_path):
+    run, mistyped = RunFolder(tmp_path), KeepBestSection("evaluation/test/corect")
+    scored(run, {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.3})
+    checkpoint.prune(run, 1, mistyped, before=20)
+    assert kept(run) == [10, 20, 40]
+    checkpoint.prune(run, 1, KeepBestSection("evaluation/test/correct"), before=20)
+    assert kept(run) == [10, 40]
+
+
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do():
     metrics = {"loss": 1.0, "evaluation/test/correct": 0.5}
     assert "did you mean 'evaluation/test/correct'" in checkpoint.missing(

@@ -284,12 +284,14 @@ def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Proble
 
 
 def _foreign(path: str) -> Iterator[Problem]:
-    """Yield what is wrong with a run folder: files that no run wrote, for a run writes its journal first, and `$`."""
+    """Yield what is wrong with a run folder: files that no run wrote (a run writes its journal first), a file, and `$`."""
     folder = Path(path).expanduser().absolute()
     found = [name for name in WRITTEN_LATE if (folder / name).exists()]
     if found and not any((folder / name).exists() for name in ("journal.jsonl", "identity.json")):
         words = f"is {folder}, which holds {', '.join(found)} of something else; choose another folder"
         yield Problem("run.folder", words)
+    if file := next((str(one) for one in (folder, *folder.parents) if one.is_file()), ""):
+        yield Problem("run.folder", f"is {folder}, and {file} is a file; choose another folder")
     if "$" in path:
         yield Problem("run.folder", f"is {path}; environment variables are not expanded, write the path")
 

@@ -236,7 +236,7 @@ def _sinks(
     from whet.run.steps import Sinks
 
     position: dict[str, Any] = {"rollouts": stream.state() if stream else {}}
-    saving, warned = Background(), list[str]()
+    saving, warned, newest = Background(), list[str](), checkpoint.newest(attempt.folder)
     # After an error, the save that is under way becomes durable before the workers are closed.
     attempt.closers.append(lambda: None if attempt.interrupts.abandon else saving.wait())
     data = begun.inputs.data
@@ -271,7 +271,7 @@ def _sinks(
         if best and (words := checkpoint.missing(best, metrics)) and words not in warned:
             warned.append(words)
             announce(words)
-        _begin_save(attempt, models, section, saving, step, state)
+        _begin_save(attempt, models, section, saving, step, state, newest)
 
     def gather() -> Metrics:
         others = [stream.metrics() if stream else {}, probe.metrics() if probe else {}]
@@ -281,9 +281,13 @@ def _sinks(
 
 
 def _begin_save(
-    attempt: Attempt, models: Models, section: "RunSection", saving: Background, step: int, state: Mapping[str, Any]
-) -> None:
-    """Wait until the previous save is durable. Then save all models, or begin to save them."""
+    attempt: Attempt, models: Models, section: "RunSection", saving: Background, step: int, state: Mapping[str, Any],
+    before: int,
+) -> None:  # fmt: skip
+    """Wait until the previous save is durable. Then save all models, or begin to save them.
+
+    `before` is the step of the newest checkpoint when this process began.
+    """
     since, folder = time.perf_counter(), attempt.folder
     saving.wait()
     saves: dict[str, checkpoint.Save] = {one.part: one.save for one in models.older}
@@ -295,7 +299,7 @@ def _begin_save(
         with attempt.spans.phase("run", "write"):
             folder.sync()
             complete()
-            checkpoint.prune(folder, section.keep, section.keep_best)
+            checkpoint.prune(folder, section.keep, section.keep_best, before)
         folder.journal("saved", step=step)
 
     saving.start(finish, since)

@@ -93,11 +93,16 @@ def _removed(partial: Path) -> Iterator[None]:
         raise
 
 
-def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best; a `keep` of 0 keeps all."""
+def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None, before: int = 0) -> None:
+    """Delete all but the newest `keep` checkpoints and the best; a `keep` of 0 keeps all.
+
+    If no checkpoint has the metric, its name may be a mistake. Then the checkpoints up to the step `before` stay.
+    """
     if keep:
-        kept = {step for step, _ in folders(run)[:keep]} | ({*ranking(run, best)[: best.count]} if best else set())
-        for folder in [folder for step, folder in folders(run) if step not in kept]:
+        found, ranked = folders(run), ranking(run, best) if best else []
+        kept = {step for step, _ in found[:keep]} | {*(ranked[: best.count] if best else ())}
+        spared = before if best and not ranked else 0
+        for folder in [folder for step, folder in found if step not in kept and step > spared]:
             partial = folder.with_name(folder.name + PARTIAL)  # a half-deleted one must not look damaged
             with suppress(OSError):
                 folder.rename(partial)
