@@ -62,6 +62,20 @@ def test_installed_plugins_are_loaded_where_none_are_given(offers: Registry, tmp
     assert load_config(write(tmp_path / "it.yaml", GOOD)).config.backend.distribution == "whet-offers"
 
 
+def test_a_mapping_is_a_config_whose_problems_have_no_line(offers: Registry, tmp_path: Path) -> None:
+    given = {**merged(), "extends": str(write(tmp_path / "base.yaml", {"run": {"seed": 7}}))}
+    given["run"] = {**given["run"], "folder": tmp_path / "run"}
+    loaded = load_config(given, ["run.keep=3"], offers)
+    assert (loaded.config.run.folder, loaded.config.run.keep, loaded.config.run.seed) == (str(tmp_path / "run"), 3, 7)
+    assert "extends" in given
+    with pytest.raises(ConfigError, match=r"^config: run\.stepps: unknown key"):
+        load_config({**merged(), "run": {"folder": "runs/it", "stepps": 3}}, [], offers)
+    with pytest.raises(ConfigError, match=r"^config: run\.keep: wanted a mapping, .* found \{1\}"):
+        load_config({**merged(), "run": {"keep": {1}}}, [], offers)
+    with pytest.raises(ConfigError, match=r"^config: extends: there is no file 'gone.yaml'"):
+        load_config({"extends": "gone.yaml"}, [], offers)
+
+
 def test_precedence_is_default_extends_file_override(load: Any, tmp_path: Path) -> None:
     write(tmp_path / "oldest.yaml", {"run": {"seed": 1, "keep": 1, "save_every": 1, "steps": 9}})
     write(tmp_path / "base.yaml", {"extends": "oldest.yaml", "run": {"keep": 3, "save_every": 3}})

@@ -6,8 +6,8 @@ Scalars follow YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -79,6 +79,23 @@ def read_text(text: str, source: str) -> Document:
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply") from None
     return Document(value, tuple(f"{source}:{twice}" for twice in loader.twice), node)
+
+
+def read_mapping(value: Mapping[str, Any], source: str) -> Document:
+    """Return a copy of a mapping as if it had been read from a file. A path becomes text, and no key has a line."""
+
+    def copy(value: Any, keys: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: copy(item, (*keys, str(key))) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [copy(item, (*keys, str(index))) for index, item in enumerate(value)]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if isinstance(value, PurePath):
+            return str(value)
+        raise ConfigError(f"{source}: {'.'.join(keys)}: wanted a mapping, list, text or number, found {value!r:.80}")
+
+    return Document(copy(value, ()))
 
 
 def to_text(value: object) -> str:

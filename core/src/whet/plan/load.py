@@ -1,14 +1,14 @@
 """Loads a config: class default < `extends:` file < file < `key.path=value`; then structure and the plugins' checks."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, fields, frozen
 
 from whet.component import Problem
-from whet.config.document import Document, read_file
+from whet.config.document import Document, read_file, read_mapping
 from whet.config.messages import found_words
 from whet.config.renamed import renewed
 from whet.config.sections import Config
@@ -18,6 +18,9 @@ from whet.plan.layers import Layer, laid_over, merged, placing, read_override
 from whet.plugins.catalog import catalog
 from whet.plugins.endpoints import missing_endpoints
 from whet.plugins.registry import Registry, load_plugins
+
+ConfigSource = str | Path | Mapping[str, Any]
+"""The path of a config file, or the sections themselves, whose paths are relative to the working directory."""
 
 
 @frozen
@@ -32,15 +35,15 @@ class Loaded:
     """The layers of the document, the weakest first."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Loaded:
-    """Load a config file. Raises `ConfigError` with every problem of file, overrides and structure, a line each.
+def load_config(source: ConfigSource, overrides: Sequence[str] = (), registry: Registry | None = None) -> Loaded:
+    """Load a config. Raises `ConfigError` with every problem of file, overrides and structure, a line each.
 
     `overrides` are `key.path=value` with YAML values; an index stands for an item of a list. Without a registry the
     installed plugins are loaded; the files under `plugins:` are added to it either way. Old keys and values are
     refused, except in the `config.yaml` of a run folder, which an earlier version may have written.
     """
-    path = Path(path)
-    layers, problems = _read_chain(path, (), "")
+    path, given = (Path("config"), source) if isinstance(source, Mapping) else (Path(source), None)
+    layers, problems = _read_chain(path, (), "", given)
     registry = load_plugins() if registry is None else registry
     if path.name == "config.yaml" and path.with_name("identity.json").is_file():
         layers = [_with_names_of_today(layer, registry) for layer in layers]
@@ -129,13 +132,16 @@ def load_files_of(path: str | Path, registry: Registry) -> list[str]:
     return list(_load_files(document.get("plugins"), registry))
 
 
-def _read_chain(path: Path, children: tuple[Path, ...], named: str) -> tuple[list[Layer], list[str]]:
+def _read_chain(
+    path: Path, children: tuple[Path, ...], named: str, given: Mapping[str, Any] | None = None
+) -> tuple[list[Layer], list[str]]:
     """Read a file and what it extends, the weakest first.
 
-    `children` are the files that led here, and `named` is the file and line that names this one.
+    `children` are the files that led here, and `named` is the file and line that names this one. What is `given` is
+    taken in the place of the file.
     """
     try:
-        document = read_file(path)
+        document = read_file(path) if given is None else read_mapping(given, str(path))
     except ConfigError as error:
         raise ConfigError(f"{named}: extends: {error}" if named else str(error)) from None
     value, problems = {} if document.value is None else document.value, list(document.problems)
@@ -145,7 +151,8 @@ def _read_chain(path: Path, children: tuple[Path, ...], named: str) -> tuple[lis
     layer = Layer("extends" if children else "file", str(path), evolve(document, value=value))
     if "extends" not in value:
         return [layer], problems
-    extends, here = value.pop("extends"), f"{path}:{document.line(('extends',))}"
+    line = document.line(("extends",))
+    extends, here = value.pop("extends"), f"{path}:{line}" if line else str(path)
     if not isinstance(extends, str):
         raise ConfigError(f"{here}: extends: wanted the path of a config file, found {found_words(extends)}")
     chain = (*children, path)

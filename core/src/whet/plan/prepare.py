@@ -19,7 +19,7 @@ from whet.errors import ConfigError, DataError
 from whet.installed import normal
 from whet.plan.evaluation import evaluation_notes, keep_best_notes
 from whet.plan.layers import placed, placing
-from whet.plan.load import Loaded, load_config
+from whet.plan.load import ConfigSource, Loaded, load_config
 from whet.plan.machine import gpu_count, gpu_memory, total_memory, usable_cores
 from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def prepare(
-    path: str | Path,
+    source: ConfigSource,
     overrides: Sequence[str] = (),
     *,
     config_only: bool = True,
@@ -103,7 +103,7 @@ def prepare(
     registry the installed plugins are loaded. `began`, in seconds since the epoch, is when all this was asked for.
     """
     now = time.time()
-    loaded, target = load_config(path, overrides, registry), target or machine()
+    loaded, target = load_config(source, overrides, registry), target or machine()
     cluster = loaded.config.cluster
     if target.others and cluster.launcher != LOCAL and not joins(cluster):
         # The nodes that are described are the cluster to join, where the config does not name one yet.
@@ -284,9 +284,9 @@ def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Proble
 
 
 def _foreign(path: str) -> Iterator[Problem]:
-    """Yield what is wrong with a run folder: files that no run wrote (a run writes its journal first), a file, and `$`."""
+    """Yield what is wrong with a run folder: files that no run wrote, a file in its place, and `$`."""
     folder = Path(path).expanduser().absolute()
-    found = [name for name in WRITTEN_LATE if (folder / name).exists()]
+    found = [name for name in WRITTEN_LATE if (folder / name).exists()]  # a run writes its journal first
     if found and not any((folder / name).exists() for name in ("journal.jsonl", "identity.json")):
         words = f"is {folder}, which holds {', '.join(found)} of something else; choose another folder"
         yield Problem("run.folder", words)

@@ -32,6 +32,7 @@ from whet.run.run_folder import RunFolder, closing_all
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import Steps
     from whet.interfaces.backend import Backend
+    from whet.plan.load import ConfigSource
     from whet.plugins.registry import Registry
 
 
@@ -54,14 +55,18 @@ class Outcome:
 
 
 def run(
-    path: str | Path, overrides: Sequence[str] = (), *, registry: "Registry | None" = None, began: float | None = None
-) -> Outcome:
+    source: "ConfigSource",
+    overrides: Sequence[str] = (),
+    *,
+    registry: "Registry | None" = None,
+    began: float | None = None,
+) -> Outcome:  # fmt: skip
     """Run a config from beginning, or from its last checkpoint, to the end.
 
     `began`: the start of the command, in seconds since the epoch. The time to the first step counts from there.
     """
     with Interrupts().listening() as interrupts:
-        prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
+        prepared = prepare(source, overrides, config_only=False, registry=registry, began=began)
         with _claimed(prepared.config.run) as folder:
             if (done := _finished(prepared, folder)) is not None:
                 return Outcome(folder.path, done, finished=True, before=True, epochs=prepared.config.run.epochs)
@@ -159,12 +164,13 @@ def _told(folder: RunFolder, *events: str) -> str | None:
 
 
 @contextmanager
-def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
+def open(source: "ConfigSource", *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
     """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`.
 
+    `source` is the path of a config file or a mapping: `{"extends": "it.yaml", "algorithm": {"group_size": 4}}`.
     When a signal ends a wait for rollouts, the last finished step is saved, and the program goes on after the body.
     """
-    prepared = prepare(path, overrides, config_only=False, registry=registry)
+    prepared = prepare(source, overrides, config_only=False, registry=registry)
     prepared.refuse_elsewhere()
     with (
         _claimed(prepared.config.run) as folder,
