@@ -144,6 +144,14 @@ def test_a_folder_that_is_moved_away_is_not_made_again(config, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_lock_that_somebody_deletes_ends_no_run(config, tmp_path):
+    with whet.open(config, "run.steps=2") as parts:
+        for step in parts.steps:
+            (tmp_path / "run" / ".lock").unlink(missing_ok=True)
+            take_step(parts, step)
+    assert saved(tmp_path) == 2
+
+
 def test_a_step_logs_numbers_too(config, tmp_path):
     with whet.open(config, "run.steps=1") as parts:
         for step in parts.steps:

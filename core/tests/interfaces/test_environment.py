@@ -1,6 +1,7 @@
 import asyncio
 import math
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_finite_numbers_of_any_kind_pass() -> None:
     checked = checked_rewards(given, "sums")
     assert checked == {"a": 1.0, "b": 1.0, "c": 0.5, "d": 3.0}
     assert all(type(value) is float for value in checked.values())
+
+
+class Score(StrEnum):
+    CORRECT = "right"
+
+
+def test_a_reward_may_have_the_name_of_an_enum_and_is_sent_as_text() -> None:
+    (name,) = checked_rewards({Score.CORRECT: 1.0}, "sums")
+    assert (name, type(name)) == ("right", str)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", "3", None, [1.0], complex(1, 0)])

@@ -1,9 +1,11 @@
 """The state of a component is saved whole, or the component is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from whet.errors import PluginError
-from whet.interfaces.state import load_states, states
+from whet.interfaces.state import load_states, states, stored
 
 
 class Saves:
@@ -32,12 +34,27 @@ def test_a_component_that_nothing_could_load_is_refused(call):
         call({"filter 0": Saves()})
 
 
+class WithNothingMeasured:
+    state = dict  # a builtin, which has no signature
+
+    def load(self, state):
+        pass
+
+
+def test_what_json_would_change_is_refused():
+    with pytest.raises(PluginError, match=r"it gave \{'last': nan\}; it holds a NaN; keep None instead"):
+        stored("it", {"last": float("nan")})
+    with pytest.raises(PluginError, match="JSON returns"):
+        stored("it", {"last": (1.0, float("nan"))})
+    assert states({"a": WithNothingMeasured()}) == {"a": {}}
+
+
 class OfAGame:
     def state(self, board):
         return board
 
 
-@pytest.mark.parametrize("one", [Loads(), OfAGame()])
+@pytest.mark.parametrize("one", [Loads(), OfAGame(), SimpleNamespace(state=dict)])
 def test_methods_of_other_meanings_are_no_state(one):
     load_states({"environment": one}, {"environment": {}})
     assert states({"environment": one}) == {}

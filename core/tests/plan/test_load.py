@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -64,15 +65,16 @@ def test_installed_plugins_are_loaded_where_none_are_given(offers: Registry, tmp
 
 def test_a_mapping_is_a_config_whose_problems_have_no_line(offers: Registry, tmp_path: Path) -> None:
     given = {**merged(), "extends": str(write(tmp_path / "base.yaml", {"run": {"seed": 7}}))}
-    given["run"] = {**given["run"], "folder": tmp_path / "run"}
+    given["run"] = {**given["run"], "folder": tmp_path / "run", "steps": np.int64(5)}
     loaded = load_config(given, ["run.keep=3"], offers)
+    assert type(loaded.config.run.steps) is int
     assert (loaded.config.run.folder, loaded.config.run.keep, loaded.config.run.seed) == (str(tmp_path / "run"), 3, 7)
     assert "extends" in given
-    with pytest.raises(ConfigError, match=r"^config: run\.stepps: unknown key"):
+    with pytest.raises(ConfigError, match=r"^<config>: run\.stepps: unknown key"):
         load_config({**merged(), "run": {"folder": "runs/it", "stepps": 3}}, [], offers)
-    with pytest.raises(ConfigError, match=r"^config: run\.keep: wanted a mapping, .* found \{1\}"):
+    with pytest.raises(ConfigError, match=r"^<config>: run\.keep: wanted a mapping, .* found \{1\}"):
         load_config({**merged(), "run": {"keep": {1}}}, [], offers)
-    with pytest.raises(ConfigError, match=r"^config: extends: there is no file 'gone.yaml'"):
+    with pytest.raises(ConfigError, match=r"^<config>: extends: there is no file 'gone.yaml'"):
         load_config({"extends": "gone.yaml"}, [], offers)
 
 

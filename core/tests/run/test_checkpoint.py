@@ -281,6 +281,19 @@ def test_the_best_is_known_from_the_checkpoints_alone(tmp_path):
     assert checkpoint.ranking(resumed, best) == [50]
 
 
+def test_the_advice_about_damage_knows_whether_a_checkpoint_is_before_it(tmp_path):
+    run = RunFolder(tmp_path)
+    scored(run, {10: 0.1, 20: 0.9})
+    for step, advice in (
+        (10, "no checkpoint is before it: bring it back"),
+        (20, "resume from the checkpoint before"),
+    ):
+        folder = run.checkpoints / f"step-{step:06d}"
+        (folder / checkpoint.STATE).unlink()
+        with pytest.raises(CheckpointError, match=advice):
+            checkpoint.read(folder)
+
+
 def test_checkpoints_of_before_stay_while_none_has_the_metric(tmp_path):
     run, mistyped = RunFolder(tmp_path), KeepBestSection("evaluation/test/corect")
     scored(run, {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.3})

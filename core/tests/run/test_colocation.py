@@ -124,6 +124,20 @@ def test_weights_are_handed_over_to_a_generator_that_sleeps_and_wakes_at_its_tur
     assert parts.told() == ["backend sleeps", "generator wakes", "judge wakes"]
 
 
+def test_a_weight_sync_begins_with_the_sender_alone_awake_and_without_it_where_it_takes_no_turns() -> None:
+    for sides, awake in ((SIDES, {"backend"}), ((("critic",), ("generator", "judge")), {"backend"})):
+        parts = Parts(sides)
+        try:
+            parts.critic.train(random_batch(0), Spec(""))
+            parts.turns.syncing()
+            assert parts.asleep == {"backend", "critic", "generator", "judge"} - awake
+            assert "critic wakes" in parts.told()
+            parts.critic.train(random_batch(0), Spec(""))
+            assert parts.told() == ["critic wakes"]
+        finally:
+            parts.loop.close()
+
+
 def test_what_new_weights_took_is_given_back_where_training_goes_on(parts: Parts) -> None:
     parts.backend.send_weights(LINK)
     parts.generator.receive_weights(LINK, 1)

@@ -89,13 +89,21 @@ def read_mapping(value: Mapping[str, Any], source: str) -> Document:
             return {key: copy(item, (*keys, str(key))) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [copy(item, (*keys, str(index))) for index, item in enumerate(value)]
-        if value is None or isinstance(value, str | int | float):
+        if callable(number := getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+            value = number()  # of NumPy
+        if value is None or isinstance(value, bool):
             return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):
+                return str.__str__(value) if isinstance(value, str) else kind(value)  # of an enum, say
         if isinstance(value, PurePath):
             return str(value)
         raise ConfigError(f"{source}: {'.'.join(keys)}: wanted a mapping, list, text or number, found {value!r:.80}")
 
-    return Document(copy(value, ()))
+    try:
+        return Document(copy(value, ()))
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
 
 
 def to_text(value: object) -> str:

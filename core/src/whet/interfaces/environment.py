@@ -361,7 +361,7 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
             raise EpisodeError(
                 f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, wanted a finite number"
             )
-        checked[name] = number
+        checked[str.__str__(name)] = number  # of an enum, say
     return checked
 
 

@@ -40,14 +40,15 @@ def stored(name: str, state: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise PluginError(f"{name} gave what JSON cannot store: {error}") from error
     if copy != state:
-        raise PluginError(f"{name} gave {state!r:.200}; JSON returns {copy!r:.200}")
+        words = "it holds a NaN; keep None instead" if repr(copy) == repr(state) else f"JSON returns {copy!r:.200}"
+        raise PluginError(f"{name} gave {state!r:.200}; {words}")
     return copy
 
 
 def has_state(component: object, name: str) -> TypeGuard[Stateful]:
     """Return whether a component has a state. Raise `PluginError` if nothing could load it."""
     state, load = (getattr(component, method, None) for method in ("state", "load"))
-    if callable(state) and load is None and not inspect.signature(state).parameters:
+    if inspect.ismethod(state) and load is None and not inspect.signature(state).parameters:
         who = f"{name} ({type(component).__qualname__})"
         words = f"{who} has the method `state` and no `load`, so checkpoints would not save its state"
         raise PluginError(f"{words}; add `load`, or rename `state`")

@@ -42,7 +42,7 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = (), registry: R
     installed plugins are loaded; the files under `plugins:` are added to it either way. Old keys and values are
     refused, except in the `config.yaml` of a run folder, which an earlier version may have written.
     """
-    path, given = (Path("config"), source) if isinstance(source, Mapping) else (Path(source), None)
+    path, given = (Path("<config>"), source) if isinstance(source, Mapping) else (Path(source), None)
     layers, problems = _read_chain(path, (), "", given)
     registry = load_plugins() if registry is None else registry
     if path.name == "config.yaml" and path.with_name("identity.json").is_file():

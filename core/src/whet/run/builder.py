@@ -105,7 +105,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
             prepared.model, models.within_turn(), models.built["generator"], inputs.chat, models.probe,
         )  # fmt: skip
         sync.connect(
-            models.backend, models.generator, before=models.turns.training, probe=probe,
+            models.backend, models.generator, before=models.turns.syncing, probe=probe,
             after=[*(role.follow for role in models.older), *([stream.set_version] if stream else [])],
         )  # fmt: skip
     evaluate: Callable[[int], Metrics] = lambda step: {}  # noqa: E731
@@ -286,7 +286,7 @@ def _begin_save(
 ) -> None:  # fmt: skip
     """Wait until the previous save is durable. Then save all models, or begin to save them.
 
-    `before` is the step of the newest checkpoint when this process began.
+    `before` is the step of the newest checkpoint when this run attempt began.
     """
     since, folder = time.perf_counter(), attempt.folder
     saving.wait()

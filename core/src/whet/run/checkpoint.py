@@ -153,7 +153,10 @@ def latest(run: RunFolder) -> Checkpoint | None:
 
 def read(folder: Path) -> Checkpoint:
     """Return a checkpoint after a check of every file. Raises `CheckpointError` that describes the damage."""
+    there = [one.name for one in folder.parent.glob("step-*") if _NUMBER.fullmatch(one.name[5:])]
     advice = "delete the folder to resume from the checkpoint before it"
+    if folder.name == min(there, key=lambda name: (len(name), name), default=""):
+        advice = "no checkpoint is before it: bring it back from a copy, or choose another run.folder to begin anew"
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"checkpoint {folder} is damaged: it lacks {MANIFEST}, which lists its files; {advice}")
     try:

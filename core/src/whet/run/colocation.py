@@ -68,6 +68,10 @@ class Turns:
         """Begin the turn of the roles that train, after all requests under way are answered."""
         self._begin(TRAINING)
 
+    def syncing(self) -> None:
+        """Begin a weight sync: training's turn, in which all its roles but the backend sleep."""
+        self._begin(TRAINING, "backend")
+
     def generation(self) -> None:
         """Begin the turn of the roles that generate, and open the gate to requests."""
         self._begin(GENERATION)
@@ -110,10 +114,13 @@ class Turns:
     def _side(self, role: str) -> int | None:
         return next((side for side, roles in enumerate(self.sides) if role in roles), None)
 
-    def _begin(self, turn: int) -> None:
+    def _begin(self, turn: int, only: str = "") -> None:
+        """Begin a turn, after the other has ended. With `only`, no other role of its side is awake."""
         if not self.sides:
             return
-        wanted = {role: state for state, side in (("awake", turn), ("asleep", 1 - turn)) for role in self.sides[side]}
+        awake = [role for role in self.sides[turn] if only in ("", role)]
+        asleep = [role for side in (1 - turn, turn) for role in self.sides[side] if role not in awake]
+        wanted = dict.fromkeys(awake, "awake") | dict.fromkeys(asleep, "asleep")
         if self._turn == turn and wanted == self._states:
             return
         with self._changed:
@@ -122,10 +129,10 @@ class Turns:
                 with self.spans.phase("generator", "drain"):
                     self.loop.run(self.gate.shut())
             self._changed.wait_for(lambda: not self._asking)
-            for role in self.sides[1 - turn]:
+            for role in asleep:
                 if self._states[role] != "asleep":
                     self._sleep(role)
-            for role in self.sides[turn]:
+            for role in awake:
                 if self._states[role] != "awake":
                     self._wake(role)
             self._turn = turn
@@ -146,10 +153,7 @@ class Turns:
     @contextmanager
     def _in_training(self, sender: str = "") -> Iterator[None]:
         """Begin the turn of training. During a weight sync all its roles but the `sender` sleep."""
-        self._begin(TRAINING)
-        for role in self.sides[TRAINING] if sender else ():
-            if role != sender and self._states[role] == "awake":
-                self._sleep(role)
+        self._begin(TRAINING, sender)
         yield
 
     @contextmanager

@@ -123,7 +123,7 @@ def start_models(prepared: Prepared, attempt: Attempt, begun: Begun) -> tuple[Mo
     further = {f"roles/{name}": one for name, one in attempt.roles.items() if isinstance(one, BackendHandle)}
     trained = {name: one for name, one in further.items() if roles[name.removeprefix("roles/")].trained}
     for name, one in older.items():
-        one.connect(backend, cast("Generator", attempt.roles[name]), turns.training)
+        one.connect(backend, cast("Generator", attempt.roles[name]), turns.syncing)
     return Models(built, turns, loop, backend, generator, {"backend": backend, **trained}, tuple(older.values())), sync
 
 

@@ -53,7 +53,7 @@ class EnvironmentWorker:
         environment = self._environment
         check_weights(environment.reward_weights)
         return {
-            "weights": {name: float(weight) for name, weight in environment.reward_weights.items()},
+            "weights": {str.__str__(name): float(weight) for name, weight in environment.reward_weights.items()},
             "answers": states_answers(environment),
             "groups": isinstance(environment, GroupRewarding),
             "keeps": isinstance(environment, Adaptive) or has_state(environment, "the environment"),
