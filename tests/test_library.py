@@ -144,6 +144,17 @@ def test_a_folder_that_is_moved_away_is_not_made_again(config, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_loop_that_forgets_to_send_weights_is_told_once(config, capsys):
+    with whet.open(config, "run.steps=4") as parts:
+        for step in parts.steps:
+            batch = parts.rollouts.take(2)
+            step.log(parts.backend.train(batch.with_columns(advantages=batch["reward"]), parts.loss))
+            step.finish(batch)
+    told = capsys.readouterr().err
+    words = "step 1 trained the policy, and the generator samples with the weights of step 0; call parts.sync_weights("
+    assert told.count("trained the policy") == told.count(words) == 1
+
+
 def test_a_lock_that_somebody_deletes_ends_no_run(config, tmp_path):
     with whet.open(config, "run.steps=2") as parts:
         for step in parts.steps:

@@ -132,6 +132,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     for handle in (models.backend, *backends.values()):
         handle.now = lambda: {"step": steps.done + 1, "steps": steps.total}
         handle.weights_change = steps.weights_change
+    models.backend.weights_change = partial(steps.weights_change, policy=True)
 
     def sync_weights(*, version: int) -> None:
         steps.check_version(version)
@@ -161,10 +162,14 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     if stream is None:
         assert inputs.data is not None  # the plan refuses a run without rollouts and without data
         return OfflineParts(**common, data=inputs.data)
+
+    def generation() -> None:
+        steps.check_sent()
+        models.turns.generation()
+
     rollouts = TimedRollouts(
-        stream, attempt.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
-        models.turns.generation,
-    )  # fmt: skip
+        stream, attempt.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch), generation
+    )
     return OnlineParts(**common, rollouts=rollouts)
 
 

@@ -121,7 +121,9 @@ class Steps:
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
         self.publish = run.publish
         self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
-        self._saved = done
+        self._saved = self._policy = self._sent = done
+        self._warned = False
+        """Whether it was said that the weights of step `_policy`, the last that trained the policy, were not sent."""
         self._limits: list[tuple[float, str]] = []
         self._longest = 0.0
         """Seconds of the longest step of this run attempt. The first counts only while it is the only one."""
@@ -168,10 +170,22 @@ class Steps:
         wanted = self.done if self._current is None else self._current
         if version != wanted:
             raise PluginError(f"sync_weights(version={version!r}) in step {wanted}; wanted version=step.number")
+        self._sent = version
 
-    def weights_change(self) -> None:
+    def check_sent(self) -> None:
+        """Warn once if a step before this one has trained the policy and its weights were not sent."""
+        if self._sent < self._policy <= self.done and not self._warned:
+            self._warned = True
+            announce(
+                f"step {self._policy} trained the policy, and the generator samples with the weights of step "
+                f"{self._sent}; call parts.sync_weights(version=step.number) before step.finish"
+            )
+
+    def weights_change(self, *, policy: bool = False) -> None:
         """Mark the present step as one that changes weights: from now on a signal waits until it is finished."""
         self._trained = True
+        if policy and self._current is not None:
+            self._policy = self._current
 
     def stop(self) -> None:
         """See `whet.interfaces.algorithm.Steps.stop`."""
