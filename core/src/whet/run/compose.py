@@ -60,7 +60,7 @@ def run(
     *,
     registry: "Registry | None" = None,
     began: float | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Run a config from beginning, or from its last checkpoint, to the end.
 
     `began`: the start of the command, in seconds since the epoch. The time to the first step counts from there.

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +49,6 @@ class RunFolder:
         """Called with each event of the run, by the thread on which it happens."""
         self._private, self._made = private_records, time.time()
         self._lock: int | None = None
-        self._inode = 0
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Event] | None = None
 
@@ -58,7 +57,6 @@ class RunFolder:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._inode = self.path.stat().st_ino
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -106,16 +104,14 @@ class RunFolder:
 
     def _make_parent(self, target: Path) -> None:
         """Make the folder of a file. Raises `CheckpointError` if the run folder is no longer where it was locked."""
-        if self._lock is not None and not (self.path / ".lock").exists() and not self._is_here():
+        if self._lock is not None and not (self.path / ".lock").exists():
             words = "was moved or deleted while its run wrote to it; bring it back, and start the same command again"
+            if self.path.is_dir():
+                words = (
+                    "lost its file .lock, without which a second run could begin in it; start the same command again"
+                )
             raise CheckpointError(f"{self.path} {words}")
         target.parent.mkdir(parents=True, exist_ok=True)
-
-    def _is_here(self) -> bool:
-        """Return whether the folder is the one that was locked. Somebody may have deleted the lock alone."""
-        with suppress(OSError):
-            return self.path.stat().st_ino == self._inode
-        return False
 
     def read_json(self, name: str) -> Any:
         """Return the value in a JSON file; None: there is no such file."""
