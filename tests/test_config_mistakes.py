@@ -188,8 +188,12 @@ def test_what_a_component_cannot_do_is_found_before_anything_starts(good, whet):
 
 
 def test_a_folder_that_cannot_be_written_is_named(good, tiny_model_folder, whet):
-    inside = tiny_model_folder / "config.json" / "run"
-    assert whet("run", good, f"run.folder={inside}").error == f"cannot write {inside}: Not a directory"
+    file = tiny_model_folder / "config.json"
+    inside = f"run.folder: is {file / 'run'}, and {file} is a file; choose another folder"
+    for command in ("run", "check"):
+        assert whet(command, good, f"run.folder={file / 'run'}").error.endswith(inside)
+    nowhere = "/proc/run"  # where even root makes no folder
+    assert whet("run", good, f"run.folder={nowhere}").error.startswith(f"cannot write {nowhere}: ")
 
 
 def test_a_logger_that_writes_outside_the_run_folder_is_told_in_the_plan(good, whet, tmp_path):
