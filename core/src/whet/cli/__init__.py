@@ -13,6 +13,7 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line and exit. Signals are handled before the slow imports."""
+    gc.set_threshold(10_000)  # imports make many objects, and by default a quarter of their time goes to the collector
     try:
         signal.signal(signal.SIGTERM, _terminate)
         from whet.cli.app import run_command

@@ -147,6 +147,8 @@ def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str, tmp_pat
             started = descendants() - before
             for name in ("DashboardAgent", "NodeAgent", "worker_process"):
                 assert any(name in process.command for process in started), name
+            for name in ("monitor.py", "dashboard.py"):
+                assert not any(name in process.command for process in started), name
             if victim == "raylet":
                 (raylet,) = [process.pid for process in started if "/raylet/raylet" in process.command]
                 os.kill(raylet, signal.SIGKILL)

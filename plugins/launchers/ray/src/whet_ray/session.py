@@ -4,7 +4,9 @@ A process has one connection at a time. All sessions of the process share it, an
 A session that opens while the connection ends waits for the end, however long that takes.
 
 whet starts Ray with settings that avoid known problems: always `address="local"` or a probed address, a fixed size of
-the object store, no dashboard, no usage statistics, no output of workers in the terminal, and a short folder name.
+the object store, no dashboard, no usage statistics, no output of workers in the terminal, and a short folder name. A
+Ray on this machine has no autoscaler and no monitor of logs either: they serve nothing here, and Ray would wait for
+the start of their processes.
 """
 
 import ctypes
@@ -218,7 +220,7 @@ class _Connection:
 
         _refuse_what_ray_would_wait_for()
         # No CPUs, because Ray starts an idle worker for each CPU.
-        with environment(_while_ray_starts()), _on_loopback(), _without_sigterm():
+        with environment(_while_ray_starts()), _on_loopback(), _without_monitors(), _without_sigterm():
             ray.init(
                 address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(self._made_folder()), **_quiet(),
@@ -314,6 +316,21 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         constants.ENABLE_RAY_CLUSTER = kept
+
+
+@contextmanager
+def _without_monitors() -> Iterator[None]:
+    """Keep Ray from starting the processes of its autoscaler, its dashboard and its logs. It has options for none."""
+    node: Any = import_module("ray._private.node").Node
+    names = ("start_monitor", "start_api_server", "start_log_monitor")
+    kept = {name: getattr(node, name) for name in names if hasattr(node, name)}
+    for name in kept:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in kept.items():
+            setattr(node, name, start)
 
 
 def _refuse_what_ray_would_wait_for() -> None:
