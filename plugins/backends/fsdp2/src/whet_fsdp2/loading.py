@@ -315,33 +315,30 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
         )
 
 
-def _mixes(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> bool:
-    """Return whether outputs of a sequence depend on other sequences of its packed row, as a state that goes on does.
+def _last_alone(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> tuple[np.ndarray[Any, Any], bool]:
+    """Return the outputs [N] of a packed row, and whether those of its last sequence depend on that sequence alone.
 
-    By gradients, which are exactly 0 if they do not. Outputs themselves may round otherwise if other tokens change:
-    kernels of experts depend on how many tokens each expert has.
+    They do not if the model has a state that goes on along the row. The gradients of all other tokens are exactly 0 if
+    they do. Outputs themselves may round otherwise if other tokens change: kernels of experts depend on how many tokens
+    each expert has.
     """
     where, at = places(batch, pack(batch, layout))
     owner = np.repeat(np.arange(batch.sequences), batch["lengths"])
+    last = owner[where[at.argmax()]]
     embedded: list[torch.Tensor] = []
     hook = root.model.get_input_embeddings().register_forward_hook(
         lambda module, given, made: embedded.append(made.requires_grad_())
     )
     try:
-        for number in (0, 1):  # two answers to one prompt: something is before one of them, in any order
-            embedded.clear()
-            with torch.enable_grad():
-                outputs = spread(one, root(one, (root.probe,)))[root.probe]
-                (gradient,) = torch.autograd.grad(outputs[torch.from_numpy(owner == number)].sum(), embedded)
-            reached = local(gradient).flatten(0, -2).count_nonzero(-1).cpu().numpy() > 0
-            begin = 0 if one.piece is None else one.piece.begin
-            own = at[owner[where] == number] - begin
-            reached[own[(own >= 0) & (own < len(reached))]] = False
-            if reached.any():
-                return True
+        with torch.enable_grad():
+            outputs = spread(one, root(one, (root.probe,)))[root.probe]
+            (gradient,) = torch.autograd.grad(outputs[torch.from_numpy(owner == last)].sum(), embedded)
     finally:
         hook.remove()
-    return False
+    reached = local(gradient).flatten(0, -2).count_nonzero(-1).cpu().numpy() > 0
+    own = at[owner[where] == last] - (0 if one.piece is None else one.piece.begin)
+    reached[own[(own >= 0) & (own < len(reached))]] = False
+    return outputs.detach().cpu().numpy(), not reached.any()
 
 
 def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, context: Any) -> str | None:
@@ -351,10 +348,10 @@ def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, expected: Any, cont
     try:
         root.model.set_attn_implementation(attention.NAME)
         one = feed(batch, layout, _device(root), context)
-        off = _differ(_outputs(root, one), expected)
-        problem = None if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g} from those of padded rows"
-        if problem is None and _mixes(root, batch, layout, one):
-            problem = f"its {root.probe} depend on the other sequences of a row"
+        found, alone = _last_alone(root, batch, layout, one)
+        problem = None if alone else f"its {root.probe} depend on the other sequences of a row"
+        if not (off := _differ(found, expected)) <= _tolerance(root):
+            problem = f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # raised by the model's own code
