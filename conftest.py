@@ -52,8 +52,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Collect after the first and the last test of a file, and leave alone from then on what is left: mostly modules that
-    its tests imported. Without this, each later collection would look at them again: half of the time of some files.
+    """Collect after the first and the last test of a file, and leave alone what is left: mostly modules that its tests
+    imported. Without this, each later collection would look at them again: half of the time of some files.
     """
     try:
         return (yield)

@@ -8,6 +8,7 @@ logprobs. Where TRL is installed it is called again:
 
 import importlib.util
 from collections import defaultdict
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.plugins.registry import load_plugins
 from whet_dpo.whole import WholeBatch
+
+installed = cache(load_plugins)
 
 LENGTHS = ((3, 5), (1, 2), (6, 4), (4, 1), (2, 2), (5, 7))
 """Tokens of each pair's responses."""
@@ -87,7 +90,7 @@ def unflat(values: Any) -> Any:
 
 def selected(document: dict[str, Any]) -> Selection:
     """Return the loss that a section of a config chooses."""
-    registry = load_plugins()
+    registry = installed()
     component = registry.find("losses", document["use"]).component
     keys = {key: value for key, value in document.items() if key != "use"}
     return Selection("losses", component, structure(keys, component.config, registry))

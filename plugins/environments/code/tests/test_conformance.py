@@ -1,5 +1,6 @@
 import json
 import re
+from functools import cache
 
 import pytest
 
@@ -10,6 +11,8 @@ from whet_env_code.environment import Code
 from whet_env_code.tiny_functions import Function, TinyFunctions, demonstrations
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
+
+installed = cache(load_plugins)
 
 FUNCTIONS = {
     "double": ("n", "n * 2", "the double of n", [(3, 6), (-1, -2)]),
@@ -54,7 +57,7 @@ class TestCode(EnvironmentContract):
             (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(record(name)) + "\n" for name in names))
 
     def make(self):
-        return Code(structure({"dataset": self.dataset, **self.settings}, CodeConfig, load_plugins()))
+        return Code(structure({"dataset": self.dataset, **self.settings}, CodeConfig, installed()))
 
     def gold(self, task):
         return f"```python\n{task.data['before']}    return {FUNCTIONS[task.data['name']][1]}\n```"
@@ -82,7 +85,7 @@ class TestTinyFunctions(EnvironmentContract):
     gold_samples = 6
 
     def make(self):
-        return TinyFunctions(structure({}, TinyFunctionsConfig, load_plugins()))
+        return TinyFunctions(structure({}, TinyFunctionsConfig, installed()))
 
     def gold(self, task):
         return written(task).program()

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from whet_env_rewards.rewarded import Rewarded
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.environment import EnvironmentContract
 
+installed = cache(load_plugins)
+
 
 def rewarded(document: Mapping[str, Any]) -> Rewarded:
-    return Rewarded(structure(document, RewardedConfig, load_plugins()))
+    return Rewarded(structure(document, RewardedConfig, installed()))
 
 
 class TestPlugin(ComponentContract):

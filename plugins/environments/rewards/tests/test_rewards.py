@@ -3,6 +3,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from whet_env_rewards.rewarded import Rewarded
 from whet_testing.fakes import FakeModel
 from whet_testing.hostile import HOSTILE_ANSWERS
 
+installed = cache(load_plugins)
+
 
 def make(**document: Any) -> Any:
-    return build_selection(structure(document, RewardSection, load_plugins()).component)
+    return build_selection(structure(document, RewardSection, installed()).component)
 
 
 def score(
@@ -383,7 +386,7 @@ def episode(task: Task, text: str, rewards: Mapping[str, float], tokens: int = 4
 
 
 def rewarded(**document: Any) -> Rewarded:
-    return Rewarded(structure(document, RewardedConfig, load_plugins()))
+    return Rewarded(structure(document, RewardedConfig, installed()))
 
 
 def totals(environment: Rewarded, task: Task, episodes: Sequence[Episode]) -> list[float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from attrs import frozen
@@ -10,6 +11,8 @@ from whet.component import Selection
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.records import Reply, Stop
 from whet.plugins.registry import load_plugins
+
+_installed = cache(load_plugins)
 
 
 @frozen
@@ -59,5 +62,5 @@ class ScriptedResponder:
 
 def selected(environment: str, **config: Any) -> Selection:
     """Return an installed environment with its config, as a section of a run selects it."""
-    component = load_plugins().find("environments", environment).component
+    component = _installed().find("environments", environment).component
     return Selection("environments", component, component.config(**config))
