@@ -62,7 +62,7 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(tmp_path, small_run, 
             assert run.poll() is None, run.communicate()
             assert time.monotonic() < deadline
             seen |= listening(family(run.pid))
-            time.sleep(0.1)
+            time.sleep(0.02)
         seen |= listening(family(run.pid))
     finally:
         run.kill()

@@ -318,9 +318,9 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
 def _last_alone(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> tuple[np.ndarray[Any, Any], bool]:
     """Return the outputs [N] of a packed row, and whether those of its last sequence depend on that sequence alone.
 
-    They do not if the model has a state that goes on along the row. The gradients of all other tokens are exactly 0 if
-    they do. Outputs themselves may round otherwise if other tokens change: kernels of experts depend on how many tokens
-    each expert has.
+    A state that goes on along the row reaches the last sequence from all others; a causal model carries nothing back.
+    The test is by gradients: those of tokens without influence are exactly 0. Outputs themselves may round otherwise if
+    other tokens change, because kernels of experts depend on how many tokens each expert has.
     """
     where, at = places(batch, pack(batch, layout))
     owner = np.repeat(np.arange(batch.sequences), batch["lengths"])
