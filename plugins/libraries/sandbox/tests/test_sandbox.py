@@ -317,6 +317,34 @@ class Without(Namespaces):
             namespaces._PROGRAM = program  # type: ignore[misc]
 
 
+LATE = """
+import os, time
+fork, launcher_process = os.fork, os.getpid()
+def late():
+    pid = fork()
+    while pid == 0 and os.getppid() == launcher_process:
+        time.sleep(0.01)
+    return pid
+os.fork = late
+"""
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_supervisor_ends_with_a_launcher_that_ended_before_its_first_step() -> None:
+    provider = Without(LATE)
+    connection = provider.open(LIMITS)
+    try:
+        launcher = provider._launcher
+        assert launcher is not None
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        wait_until(lambda: bool(children.read_text()), "the launcher has made the supervisor")
+        launcher.kill()
+        wait_until(lambda: _is_lost(connection), "the supervisor has ended")
+    finally:
+        connection.close()
+        provider.close()
+
+
 FORBID = """
 from whet_sandbox.isolation import kernel, seccomp
 def fail(*args): raise PermissionError(1, 'Operation not permitted')

@@ -31,7 +31,7 @@ def main(descriptor: int, driver: int) -> None:
     os.set_inheritable(descriptor, False)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    waker = _wakeup()
+    launcher, waker = os.getpid(), _wakeup()
     running = set[int]()
     while os.getppid() == driver:
         ready = select.select([descriptor, waker], [], [], 1.0)[0]
@@ -45,7 +45,7 @@ def main(descriptor: int, driver: int) -> None:
             break
         pid = os.fork()
         if pid == 0:
-            _supervise(control, order, proc, orders)
+            _supervise(control, order, proc, orders, launcher)
         control.close()
         running.add(pid)
     _end(running)
@@ -76,10 +76,11 @@ def _receive(orders: socket.socket) -> tuple[dict[str, Any], socket.socket | Non
     return json.loads(message), socket.socket(fileno=held[0])
 
 
-def _supervise(control: socket.socket, order: dict[str, Any], proc: int, orders: socket.socket) -> NoReturn:
-    """Run the supervisor of one sandbox in this process."""
+def _supervise(
+    control: socket.socket, order: dict[str, Any], proc: int, orders: socket.socket, launcher: int
+) -> NoReturn:
+    """Run the supervisor of one sandbox in this process, until the launcher ends: it may have ended already."""
     try:
-        launcher = os.getppid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orders.close()
