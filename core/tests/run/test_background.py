@@ -11,7 +11,7 @@ from whet.run.background import Background
 
 def test_the_caller_goes_on_until_it_waits():
     background, go, done = Background(), threading.Event(), []
-    background.start(lambda: done.append(go.wait(10)), time.perf_counter())
+    background.start(lambda: done.append(go.wait(60.0)), time.perf_counter())
     assert background.busy
     background.check()
     assert not done
@@ -25,7 +25,7 @@ def test_there_is_one_work_at_a_time():
     background, order, go = Background(), [], threading.Event()
 
     def first():
-        go.wait(10)
+        go.wait(60.0)
         order.append("first")
 
     background.start(first, time.perf_counter())

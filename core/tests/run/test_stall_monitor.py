@@ -73,11 +73,11 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
 
     def give(spec: TransferSpec | None, proof: Proof | None = None) -> None:
         began.set()
-        assert given.wait(10)
+        assert given.wait(60.0)
 
     coming_back = threading.Thread(target=sync.resync, args=(give,))
     coming_back.start()
-    assert began.wait(10)
+    assert began.wait(60.0)
     trainer = threading.Thread(target=sync, kwargs={"version": 1})
     trainer.start()
     monitor = looking(spans, tmp_path)
@@ -85,7 +85,7 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
     monitor.look()
     given.set()
     for thread in (coming_back, trainer):
-        thread.join(10)
+        thread.join(60.0)
     assert capsys.readouterr().err.startswith("waiting on backend.weight_sync since 0 s")
 
 
@@ -144,10 +144,10 @@ def test_code_that_keeps_episodes_waiting_is_told_first():
     loop = EpisodeLoop()
     try:
         done = asyncio.run_coroutine_threadsafe(blocking(), loop._loop)
-        began.wait(10)
+        began.wait(60.0)
         where = loop.where()
         over.set()
-        done.result(10)
+        done.result(60.0)
         assert where[0].startswith("running test_stall_monitor.py:")
         assert where[0].endswith(" in blocking, all others wait")
         assert not any(place.startswith("running") for place in loop.where())

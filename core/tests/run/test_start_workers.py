@@ -43,7 +43,7 @@ def test_lanes_start_at_the_same_time():
     closers: list[object] = []
 
     def build(role: str) -> Handle:
-        together.wait(10)
+        together.wait(60.0)
         return Handle(role)
 
     found = start_roles(["a", "b"], [["a"], ["b"]], build, closers)
@@ -59,7 +59,7 @@ def test_of_several_that_fail_the_first_is_told_and_what_follows_in_a_lane_is_no
         if role == "c":
             failed.set()
             raise ValueError("c")
-        assert failed.wait(10)
+        assert failed.wait(60.0)
         if role == "a":
             raise ValueError("a")
         return Handle(role)

@@ -209,7 +209,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_end_waits(tmp_path):
     sinks = told.sinks()
 
     def save(step, carried, ends):
-        sinks.saving.start(lambda: written.append((go.wait(10), step)), time.perf_counter())
+        sinks.saving.start(lambda: written.append((go.wait(60.0), step)), time.perf_counter())
 
     steps = Steps(
         RunFolder(tmp_path), RunSection(folder=str(tmp_path), steps=4, save_every=3), 0, 0, Spans(),

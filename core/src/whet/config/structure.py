@@ -194,7 +194,7 @@ class _Structurer:
     def attrs_class(self, value: Any, cls: Any, at: _At, also: Sequence[str] = ()) -> Any:
         """Return a mapping as an attrs class. `also` are keys of the class around it, for the hint "did you mean"."""
         try:
-            fields = _fields(cls)
+            fields = config_fields(cls)
         except PluginError as error:
             return self.refuse(at, str(error))
         inline = [key for key, field in fields.items() if self.components and field.metadata.get("inline")]
@@ -266,7 +266,7 @@ class _Structurer:
             kind = other
         try:
             offer = self.components.find(kind, name)
-            taken = [key for key in _fields(offer.component.config) if key in reserved]
+            taken = [key for key in config_fields(offer.component.config) if key in reserved]
         except PluginError as error:
             return self.refuse(at.under("use") if "use" in value else at, str(error))
         if taken:
@@ -318,8 +318,10 @@ def _off_words(value: object, fields: "Mapping[str, attrs.Attribute[Any]]") -> s
     return f"; to switch it off: {to_line(off)}" if meant and off else ""
 
 
-def _fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
-    """Return the fields that a config can set, by key, with their types resolved."""
+def config_fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
+    """Return the fields that a config can set, by key, with their types resolved. Raises `PluginError` where a type
+    cannot be resolved.
+    """
     try:
         attrs.resolve_types(cls)
     except Exception as error:  # any type: annotations are a plugin's code

@@ -90,7 +90,7 @@ def test_the_copy_is_freed_once_it_is_written():
     asyncio.run(writer.written())
     for thread in threading.enumerate():
         if thread.name == "whet-backend-save":
-            thread.join(10)
+            thread.join(60.0)
     assert copies[0]() is None
     assert held.numel() == 10
 

@@ -285,7 +285,7 @@ asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep
     process = subprocess.Popen([sys.executable, "-c", driver])
     wait_until(lambda: _running("its-driver-ends"), "the program runs")
     process.send_signal(how)
-    process.wait(10.0)
+    process.wait(60.0)
     wait_until(lambda: not _running("its-driver-ends"), "the program is gone")
 
 

@@ -8,6 +8,7 @@ from attrs import Factory, field, frozen, validators
 
 from whet.config.bounds import above, below, between
 from whet.config.sections import Config, RunSection
+from whet.errors import PluginError
 from whet.plugins.registry import Registry
 from whet_start.explain import FieldDoc, describe, field_docs, sections, selections, summary
 
@@ -47,6 +48,16 @@ class Numbers:
     pair: tuple[float, float] = field(default=(0.1, 0.2), validator=validators.deep_iterable(below(0, 1)))
     named: dict[str, int] = field(factory=dict, validator=validators.deep_mapping(value_validator=between(0, 9)))
     perhaps: float | None = field(default=None, validator=validators.optional(above(0, 9)))
+
+
+@frozen
+class Unresolved:
+    lost: "NoSuchType" = 1  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_config_whose_types_do_not_exist_is_named() -> None:
+    with pytest.raises(PluginError, match=r"types of .*Unresolved cannot be resolved: name 'NoSuchType'"):
+        describe(Unresolved)
 
 
 def test_every_key_has_its_type_default_and_meaning() -> None:

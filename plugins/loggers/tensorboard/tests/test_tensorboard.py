@@ -127,7 +127,7 @@ def test_values_have_dotted_paths(config: Any, expected: Any) -> None:
     ("edges", "counts", "expected"),
     [
         ([-1.0, 0.0, 2.0], [1, 2, 0, 4], [[-2, -1, 1], [-1, 0, 2], [0, 2, 0], [2, 4, 4]]),
-        ([0.5], [3, 1], [[0.5, 0.5, 3], [0.5, 0.5, 1]]),
+        ([0.5], [3, 1], [[-0.5, 0.5, 3], [0.5, 1.5, 1]]),
     ],
 )
 def test_histograms_have_the_bins_of_their_grid(tmp_path: Path, edges: Any, counts: Any, expected: Any) -> None:

@@ -18,7 +18,7 @@ from whet.component import Kind, Selection
 from whet.config.document import to_line
 from whet.config.messages import type_words, value_words
 from whet.config.sections import Config
-from whet.config.structure import unstructure
+from whet.config.structure import config_fields, unstructure
 
 REQUIRED = "required"
 
@@ -92,12 +92,10 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 def walk(cls: type, prefix: str = "") -> "Iterator[tuple[str, type, attrs.Attribute[Any]]]":
     """Yield every key of an attrs class, depth first: the path to its class, the class and the field."""
-    attrs.resolve_types(cls)
-    for field in attrs.fields(cls):
-        if field.init:
-            yield prefix, cls, field
-            if "kind" not in field.metadata and (inner := _inner(field.type)) is not None:
-                yield from walk(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+    for field in config_fields(cls).values():
+        yield prefix, cls, field
+        if "kind" not in field.metadata and (inner := _inner(field.type)) is not None:
+            yield from walk(inner[0], f"{prefix}{field.alias}{inner[1]}.")
 
 
 def _field_doc(prefix: str, cls: type, field: "attrs.Attribute[Any]") -> FieldDoc:

@@ -77,9 +77,11 @@ def histograms(rows: Sequence[Mapping[str, Any]]) -> Summary:
 
 
 def _histogram(name: str, edges: Sequence[float], counts: Sequence[int]) -> Summary.Value:
-    """Return a histogram as [left, right, count] of each bin. The bins at both ends are as wide as their neighbours."""
+    """Return a histogram as [left, right, count] of each bin. The bins at both ends are as wide as their neighbours, or
+    1 where they have none.
+    """
     first, last = edges[:2], edges[-2:]
-    bounds = [first[0] - (first[-1] - first[0]), *edges, last[-1] + (last[-1] - last[0])]
+    bounds = [first[0] - (first[-1] - first[0] or 1.0), *edges, last[-1] + (last[-1] - last[0] or 1.0)]
     bins = [number for bin in zip(bounds[:-1], bounds[1:], counts, strict=True) for number in bin]
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(counts)), TensorShapeProto.Dim(size=3)])
     tensor = TensorProto(dtype=DT_DOUBLE, double_val=bins, tensor_shape=shape)
