@@ -1,10 +1,11 @@
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -617,6 +618,33 @@ def test_code_that_blocks_everybody_is_named_with_its_line() -> None:
     ):
         made.take(1)
     loop.close()
+
+
+def test_an_episode_that_goes_on_when_it_is_cancelled_is_named_and_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = asyncio.Event()
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+        return {"correct": 1.0}
+
+    stubborn = environment()
+    stubborn.run = run  # type: ignore[method-assign]
+    loop = EpisodeLoop(stall_seconds=0.5)
+    with (
+        stream(routes=[Route("stubborn", stubborn, "train")], loop=loop, group_size=1, deadline_seconds=0.2) as made,
+        pytest.raises(
+            WhetError, match=r"an episode goes on . seconds behind its time limit .*: .* in run.*must raise it again"
+        ),
+    ):
+        made.take(1)
+    loop.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert re.fullmatch(r"\d tasks go on although they were cancelled: .*1 at test_stream.py:\d+ in run.*", told[0])
 
 
 def test_takes_of_another_size_are_refused_with_staleness() -> None:

@@ -28,6 +28,12 @@ class Clock:
         """Return whether it runs in this event loop, and its body has not ended."""
         return not self.over and not self._limit.expired() and asyncio.get_running_loop() is self._loop
 
+    @property
+    def overdue(self) -> float:
+        """Return for how many seconds its body has gone on behind the limit."""
+        when = self._limit.when() if self._limit.expired() and not self.over else None
+        return 0.0 if when is None else self._loop.time() - when
+
     def stop(self) -> None:
         """Stop the clock. It goes on after as many calls of `go`."""
         self._stops += 1

@@ -1,6 +1,7 @@
 """An event loop on its own thread, which plays all episodes of a run."""
 
 import asyncio
+import logging
 import sys
 import time
 import traceback
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 from whet.errors import WhetError, outside_libraries
 from whet.runtime.threads import watched
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 TICK_SECONDS = 0.2
@@ -20,6 +23,8 @@ TICK_SECONDS = 0.2
 _MOST_PLACES = 4
 CLOSE_SECONDS = 5.0
 """How long closing waits for code that does not return to the loop."""
+_LEFT: list[Any] = []
+"""Tasks that went on when they were cancelled. As garbage they would show errors of coroutines that are broken off."""
 
 
 class EpisodeLoop:
@@ -30,7 +35,8 @@ class EpisodeLoop:
     """
 
     def __init__(self, stall_seconds: float = 300.0) -> None:
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
+        """How long code may go on that should have awaited, or ended."""
         self._loop = asyncio.new_event_loop()
         self._lost = ""
         """Why the thread ended unexpectedly; empty while the thread runs."""
@@ -50,7 +56,7 @@ class EpisodeLoop:
                     raise WhetError(f"{self._lost}; no episode can be played any more")
                 if answer is None or answer.done():
                     alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-                elif time.monotonic() - alive > self._stall_seconds:
+                elif time.monotonic() - alive > self.stall_seconds:
                     raise self._stalled()
                 tick()
             return future.result()
@@ -75,10 +81,9 @@ class EpisodeLoop:
         running = outside_libraries(traceback.extract_stack(frame))[-1:] if frame else []
         busy = [f"running {Path(one.filename).name}:{one.lineno} in {one.name}, all others wait" for one in running]
         try:
-            places = Counter(place for task in asyncio.all_tasks(self._loop) if (place := _place(task)))
+            return busy + _places(asyncio.all_tasks(self._loop))
         except RuntimeError:  # tasks came and went while they were counted
             return busy
-        return busy + [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine that cleans up. Return whether it ended within a few seconds."""
@@ -102,9 +107,14 @@ class EpisodeLoop:
         frame = sys._current_frames().get(self._thread.ident or 0)
         where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
         return WhetError(
-            f"an environment keeps all others waiting: for {self._stall_seconds:g} seconds its code has run without "
+            f"an environment keeps all others waiting: for {self.stall_seconds:g} seconds its code has run without "
             f"awaiting anything; put slow work into a GraderPool or asyncio.to_thread. It is at:\n{where}"
         )
+
+
+def _places(tasks: "Iterable[asyncio.Task[Any]]") -> list[str]:
+    places = Counter(place for task in tasks if (place := _place(task)))
+    return [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
 
 
 def _place(task: "asyncio.Task[Any]") -> str:
@@ -143,10 +153,12 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) ->
 
 
 async def _cancel_all() -> None:
-    """Cancel all other tasks. A task that does not end within a second is left behind."""
+    """Cancel all other tasks. A task that does not end within a second is left behind, with its generators."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=1.0)
+    if tasks and (left := (await asyncio.wait(tasks, timeout=1.0))[1]):
+        _LEFT.extend(left)
+        log.warning("%d tasks go on although they were cancelled: %s", len(left), ", ".join(_places(left)))
+        return
     await asyncio.get_running_loop().shutdown_asyncgens()

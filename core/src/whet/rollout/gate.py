@@ -43,6 +43,10 @@ class Gate:
             for clock in self._clocks:
                 clock.go()
 
+    def overdue(self) -> float:
+        """Return for how many seconds a body has gone on behind its time limit, the longest of all."""
+        return max((clock.overdue for clock in self._clocks), default=0.0)
+
     @asynccontextmanager
     async def time_limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
         """Limit the time of the body as `asyncio.timeout` does. While the gate is shut the clock stands still."""

@@ -388,7 +388,12 @@ class RolloutStream:
         }
 
     def _report(self) -> None:
-        done, wanted = self.loop.call(self._progress)
+        (done, wanted), overdue = self.loop.call(lambda: (self._progress(), self.gate.overdue()))
+        if overdue > self.loop.stall_seconds:
+            raise WhetError(
+                f"an episode goes on {overdue:.0f} seconds behind its time limit (cluster.deadlines.episode): "
+                f"{', '.join(self.loop.where())}; code that catches asyncio.CancelledError must raise it again"
+            )
         self._status(f"rollouts, {done} of {wanted} episodes finished")
 
     def _progress(self) -> tuple[int, int]:
