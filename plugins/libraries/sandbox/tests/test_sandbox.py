@@ -253,19 +253,19 @@ def _running(mark: str) -> bool:
 
 
 def test_a_launcher_that_dies_is_infrastructure_and_the_next_program_runs() -> None:
-    sandbox = Sandbox(provider := Namespaces(NamespacesConfig(warm=1)), LIMITS)
+    sandbox, mark = Sandbox(provider := Namespaces(NamespacesConfig(warm=1)), LIMITS), f"dies-with-it-{os.getpid()}"
     try:
 
         async def whole() -> None:
-            task = asyncio.create_task(sandbox.run(["/bin/sh", "-c", "sleep 1000 #dies-with-it"]))
-            await asyncio.to_thread(wait_until, lambda: _running("dies-with-it"), "the program runs")
+            task = asyncio.create_task(sandbox.run(["/bin/sh", "-c", f"sleep 1000 #{mark}"]))
+            await asyncio.to_thread(wait_until, lambda: _running(mark), "the program runs")
             assert provider._launcher is not None
             provider._launcher.kill()
             with pytest.raises(SandboxBroken, match="lost"):
                 await task
 
         asyncio.run(whole())
-        wait_until(lambda: not _running("dies-with-it"), "the program is gone")
+        wait_until(lambda: not _running(mark), "the program is gone")
         wait_until(lambda: all(map(_is_lost, sandbox._waiting)), "the sandboxes that were warm are gone")
         assert run(sandbox, code="print(1)").ok
     finally:
@@ -275,18 +275,19 @@ def test_a_launcher_that_dies_is_infrastructure_and_the_next_program_runs() -> N
 @pytest.mark.usefixtures("no_orphans")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_program_outlives_its_driver(how: signal.Signals) -> None:
+    mark = f"its-driver-ends-{os.getpid()}"
     driver = """
-import asyncio
+import asyncio, os
 from whet_sandbox.config import NamespacesConfig
 from whet_sandbox.namespaces import Namespaces
 from whet_sandbox.sandbox import Sandbox
-asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep 1000 #its-driver-ends"]))
+asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep 1000 #" + os.environ["MARK"]]))
 """
-    process = subprocess.Popen([sys.executable, "-c", driver])
-    wait_until(lambda: _running("its-driver-ends"), "the program runs")
+    process = subprocess.Popen([sys.executable, "-c", driver], env={**os.environ, "MARK": mark})
+    wait_until(lambda: _running(mark), "the program runs")
     process.send_signal(how)
     process.wait(60.0)
-    wait_until(lambda: not _running("its-driver-ends"), "the program is gone")
+    wait_until(lambda: not _running(mark), "the program is gone")
 
 
 @pytest.mark.usefixtures("no_orphans")
