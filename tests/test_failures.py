@@ -70,7 +70,7 @@ def strike(begin_run, config: Path, victim: str, number: signal.Signals) -> tupl
     ]
     os.kill(worker, number)
     begin = time.monotonic()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "Traceback" not in output
     return output.partition("Error: ")[2], time.monotonic() - begin

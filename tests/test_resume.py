@@ -135,7 +135,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupt
     while not (tmp_path / "run/rollouts/step-000003.jsonl").exists():
         time.sleep(0.01)
     process.terminate()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "continues" in output
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
@@ -154,7 +154,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupt
 )
 def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, override, shown, start):
     process = start(uninterrupted.parent / "run.yaml", override)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert shown in output
     assert "Traceback" not in output
@@ -162,14 +162,14 @@ def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, overr
 
 def test_another_runs_folder_is_left_as_it_was(uninterrupted, start):
     before = (uninterrupted / "journal.jsonl").read_bytes()
-    start(uninterrupted.parent / "run.yaml", "run.seed=4").communicate(timeout=240)
+    start(uninterrupted.parent / "run.yaml", "run.seed=4").communicate(timeout=60)
     assert (uninterrupted / "journal.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, start):
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "run/checkpoints")
     process = start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run", "run.seed=4")
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "run.seed: the run has 3, the config gives 4" in output
 
@@ -179,7 +179,7 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tin
 
     other = make_model(tmp_path / "other", tiny_tokenizer, seed=99)
     process = start(uninterrupted.parent / "run.yaml", f"model.path={other}")
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "model files.weights" in output
 

@@ -43,7 +43,7 @@ def killed_and_resumed(path: Path, start_whet, variables: dict[str, str] | None 
     while process.poll() is None and not (run / "checkpoints/step-000004").exists():
         time.sleep(0.005)
     process.kill()
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == -9, output
     again = start_whet("run", path, folder=path.parent, variables=variables)
     output, _ = again.communicate(timeout=240)

@@ -1,6 +1,7 @@
 import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -222,3 +223,16 @@ def test_it_runs_on_a_loop_of_others_and_says_how_far_it_is() -> None:
         loop.close()
     assert told[0] == "evaluation, 0 of 6 episodes finished"
     assert told[-1] == ""
+
+
+def test_an_episode_that_goes_on_when_it_is_cancelled_ends_the_evaluation() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    stubborn, loop = environment(1), EpisodeLoop(stall_seconds=0.5)
+    stubborn.run = run  # type: ignore[method-assign]
+    with pytest.raises(WhetError, match=r"goes on \d+ seconds behind its time limit .*test_evaluate.py:\d+ in run"):
+        judged(Route("ab", stubborn, "test"), loop=loop, deadline_seconds=0.2)
+    loop.close()

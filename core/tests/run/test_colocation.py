@@ -153,12 +153,12 @@ def test_a_request_out_of_turn_waits_and_one_under_way_is_answered_first(parts: 
     under_way = asyncio.run_coroutine_threadsafe(parts.request("1"), parts.loop._loop)
     parts.loop.run(asyncio.sleep(0.01))
     parts.backend.train(random_batch(0), Spec(""))
-    assert under_way.result(60.0).id == "1", "the generator refuses what comes while it sleeps"
+    assert under_way.result(5.0).id == "1", "the generator refuses what comes while it sleeps"
     late = asyncio.run_coroutine_threadsafe(parts.request("2"), parts.loop._loop)
     with pytest.raises(TimeoutError):
         late.result(0.2)
     parts.turns.generation()
-    assert late.result(60.0).id == "2"
+    assert late.result(5.0).id == "2"
 
 
 def test_a_probe_has_the_generator_for_itself(parts: Parts) -> None:
@@ -169,7 +169,7 @@ def test_a_probe_has_the_generator_for_itself(parts: Parts) -> None:
     with pytest.raises(TimeoutError):
         late.result(0.2)
     parts.turns.generation()
-    assert late.result(60.0).id == "1"
+    assert late.result(5.0).id == "1"
 
 
 def test_a_judge_that_is_asked_out_of_turn_waits(parts: Parts) -> None:
@@ -180,7 +180,7 @@ def test_a_judge_that_is_asked_out_of_turn_waits(parts: Parts) -> None:
     asking.join(0.2)
     assert not answers
     parts.turns.generation()
-    asking.join(60.0)
+    asking.join(5.0)
     assert answers
 
 
@@ -193,17 +193,17 @@ def test_a_judge_that_the_run_itself_asks_has_its_turn_at_once(parts: Parts) -> 
 def test_a_turn_ends_when_a_judge_has_answered(parts: Parts) -> None:
     parts.turns.generation()
     began, go_on = threading.Event(), threading.Event()
-    parts.raw["judge"]._score = lambda output, batch: (began.set(), go_on.wait(60.0), np.zeros(batch.tokens))[2]
+    parts.raw["judge"]._score = lambda output, batch: (began.set(), go_on.wait(5.0), np.zeros(batch.tokens))[2]
     asking = threading.Thread(target=lambda: parts.judge.score(random_batch(0), ("values",)))
     asking.start()
-    assert began.wait(60.0)
+    assert began.wait(5.0)
     ending = threading.Thread(target=parts.turns.training)
     ending.start()
     ending.join(0.2)
     assert "judge" not in parts.asleep
     go_on.set()
     for thread in (asking, ending):
-        thread.join(60.0)
+        thread.join(5.0)
     assert parts.asleep == {"judge", "generator"}
 
 
@@ -220,7 +220,7 @@ def test_when_the_run_ends_nobody_waits_for_a_turn_any_more(parts: Parts) -> Non
     asking.start()
     asking.join(0.1)
     parts.turns.close()
-    asking.join(60.0)
+    asking.join(5.0)
     assert said == ["the run ended before the turn of the requested model"]
 
 

@@ -238,7 +238,7 @@ def test_nothing_that_was_forked_outlives_a_killed_driver(tmp_path: Path, stoppe
             os.kill(server, signal.SIGSTOP)
             time.sleep(0.05)
         driver.kill()
-        driver.wait(60.0)
+        driver.wait(10.0)
     wait_until(lambda: not any(map(alive, [*found, server])), "the workers and their children are gone")
 
 

@@ -14,6 +14,7 @@ from whet.interfaces.environment import GroupRewarding
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.event_loop import EpisodeLoop, gather_or_cancel
+from whet.rollout.gate import Gate
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 
@@ -47,7 +48,7 @@ def evaluate(
     A generator serves one event loop at a time: while a rollout stream is open, pass its `loop`.
     """
     own = loop is None
-    running = loop or EpisodeLoop()
+    running, gate = loop or EpisodeLoop(), Gate()
     opened_by = endpoints or InstalledEndpoints()
     tallies: list[Counter[str]] = []
     wanted = sum(route.samples * _count(route) for route in routes)
@@ -55,6 +56,7 @@ def evaluate(
     def report() -> None:
         done = sum(tally["done"] + tally["failed"] + tally["infrastructure"] for tally in tallies)
         status(f"evaluation, {done} of {wanted} episodes finished")
+        running.refuse_overdue(gate)
 
     async def play() -> list[Played]:
         limit = asyncio.Semaphore(concurrency)
@@ -65,7 +67,7 @@ def evaluate(
         turn = with_stop_tokens(route.sampling(sampling), chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
-            endpoints=opened_by, training=False,
+            endpoints=opened_by, gate=gate, training=False,
         )  # fmt: skip
 
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import WhetError, outside_libraries
+from whet.rollout.gate import Gate
 from whet.runtime.threads import watched
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class EpisodeLoop:
     """
 
     def __init__(self, stall_seconds: float = 300.0) -> None:
-        self.stall_seconds = stall_seconds
-        """How long code may go on that should have awaited, or ended."""
+        self._stall_seconds = stall_seconds
         self._loop = asyncio.new_event_loop()
         self._lost = ""
         """Why the thread ended unexpectedly; empty while the thread runs."""
@@ -56,7 +56,7 @@ class EpisodeLoop:
                     raise WhetError(f"{self._lost}; no episode can be played any more")
                 if answer is None or answer.done():
                     alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-                elif time.monotonic() - alive > self.stall_seconds:
+                elif time.monotonic() - alive > self._stall_seconds:
                     raise self._stalled()
                 tick()
             return future.result()
@@ -85,6 +85,15 @@ class EpisodeLoop:
         except RuntimeError:  # tasks came and went while they were counted
             return busy
 
+    def refuse_overdue(self, gate: Gate) -> None:
+        """Raise `WhetError` if a time limit of the gate is over for `stall_seconds`, and its body goes on."""
+        overdue = self.call(gate.overdue)
+        if overdue > self._stall_seconds:
+            raise WhetError(
+                f"an episode goes on {overdue:.0f} seconds behind its time limit (cluster.deadlines.episode): "
+                f"{', '.join(self.where())}; code that catches asyncio.CancelledError must raise it again"
+            )
+
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine that cleans up. Return whether it ended within a few seconds."""
         return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
@@ -107,7 +116,7 @@ class EpisodeLoop:
         frame = sys._current_frames().get(self._thread.ident or 0)
         where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
         return WhetError(
-            f"an environment keeps all others waiting: for {self.stall_seconds:g} seconds its code has run without "
+            f"an environment keeps all others waiting: for {self._stall_seconds:g} seconds its code has run without "
             f"awaiting anything; put slow work into a GraderPool or asyncio.to_thread. It is at:\n{where}"
         )
 

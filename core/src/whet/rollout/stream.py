@@ -167,9 +167,7 @@ class RolloutStream:
         Other users of the generator then have it to themselves, so their results do not depend on timing.
         """
         try:
-            self.loop.run(
-                self.gate.shut(), tick=lambda: self._status("rollouts under way to end, before the evaluation")
-            )
+            self.loop.run(self.gate.shut(), tick=lambda: self._tell("rollouts under way to end, before the evaluation"))
             self._status("")
             yield
         finally:
@@ -388,13 +386,12 @@ class RolloutStream:
         }
 
     def _report(self) -> None:
-        (done, wanted), overdue = self.loop.call(lambda: (self._progress(), self.gate.overdue()))
-        if overdue > self.loop.stall_seconds:
-            raise WhetError(
-                f"an episode goes on {overdue:.0f} seconds behind its time limit (cluster.deadlines.episode): "
-                f"{', '.join(self.loop.where())}; code that catches asyncio.CancelledError must raise it again"
-            )
-        self._status(f"rollouts, {done} of {wanted} episodes finished")
+        done, wanted = self.loop.call(self._progress)
+        self._tell(f"rollouts, {done} of {wanted} episodes finished")
+
+    def _tell(self, words: str) -> None:
+        self._status(words)
+        self.loop.refuse_overdue(self.gate)
 
     def _progress(self) -> tuple[int, int]:
         """Return the finished episodes of the waiting take, and the number of all its episodes."""

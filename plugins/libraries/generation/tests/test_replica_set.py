@@ -48,7 +48,7 @@ class Mortal:
         return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
 
     def restart(self, rank: int) -> None:
-        assert self.holds[rank].wait(60.0)
+        assert self.holds[rank].wait(10)
         self.restarted.append(rank)
 
 
@@ -120,19 +120,19 @@ def test_a_restart_that_is_lost_because_the_run_ends_is_not_tried_again() -> Non
         def restart(self, rank: int) -> None:
             self.restarted.append(rank)
             began.set()
-            assert ended.wait(60.0)
+            assert ended.wait(10)
             if len(self.restarted) < 3:
                 raise WorkerLost("generator", rank, "start", "its process was closed")
 
     workers = Ending(1, lambda rank, message: False)
     replicas = ReplicaSet(workers, Granting(10))  # type: ignore[arg-type]
     assert replicas.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
-    assert began.wait(60.0)
+    assert began.wait(10)
     replicas.close()
     ended.set()
     for thread in threading.enumerate():
         if thread.name == "whet-replace-0":
-            thread.join(60.0)
+            thread.join(10)
     assert workers.restarted == [0]
 
 
@@ -150,7 +150,7 @@ def test_no_replica_is_started_anew_where_all_processes_are_lost() -> None:
     assert not granting.asked
     later = ReplicaSet(Gone(1, lambda rank, message: False), granting, changed=came_to_know.set)  # type: ignore[arg-type]
     assert later.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
-    assert came_to_know.wait(60.0)
+    assert came_to_know.wait(10)
     assert isinstance(later.failure, ClusterLost)
     assert len(granting.asked) == 1
 
@@ -183,13 +183,13 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     assert replicas.lost(0, life, error)
     assert replicas.present() == set()
     workers.holds[0].set()
-    assert came_back.wait(60.0)
+    assert came_back.wait(10)
     assert replicas.lost(0, life, error)  # late news of the first life
     assert replicas.present() == {0}
     assert len(granting.asked) == 1
     came_back.clear()
     assert replicas.lost(0, life + 1, error)
-    assert came_back.wait(60.0)
+    assert came_back.wait(10)
     assert len(granting.asked) == 2
 
 

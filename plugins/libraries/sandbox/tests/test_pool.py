@@ -54,7 +54,7 @@ def test_many_calls_at_once_from_several_loops_come_back_to_their_callers(pool: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(10.0)
     assert results == {thread: [[thread, n] for n in range(50)] for thread in range(4)}
 
 
@@ -459,7 +459,7 @@ def test_no_grader_outlives_its_driver_however_it_ends(tmp_path: Path, how: str)
         assert alive(pid) or how == "raise"
         if how != "raise":
             driver.send_signal(signal.Signals[how])
-        driver.wait(60.0)
+        driver.wait(10.0)
     wait_until(lambda: not alive(pid), "the grader is gone")
     wait_until(lambda: not list(tmp_path.glob("whet-*")), "its folder is gone")
 

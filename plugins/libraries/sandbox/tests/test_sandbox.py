@@ -286,7 +286,7 @@ asyncio.run(Sandbox(Namespaces(NamespacesConfig())).run(["/bin/sh", "-c", "sleep
     process = subprocess.Popen([sys.executable, "-c", driver], env={**os.environ, "MARK": mark})
     wait_until(lambda: _running(mark), "the program runs")
     process.send_signal(how)
-    process.wait(60.0)
+    process.wait(10.0)
     wait_until(lambda: not _running(mark), "the program is gone")
 
 

@@ -53,8 +53,8 @@ def sync(spec: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
     with ThreadPoolExecutor() as pool:
         found = [pool.submit(taken, receiver) for receiver in range(spec.receivers)]
         for sent in [pool.submit(send, spec, part, n) for n, part in enumerate(parts)]:
-            sent.result(120.0)
-        return [future.result(120.0) for future in found]
+            sent.result(30)
+        return [future.result(30) for future in found]
 
 
 def assert_same(found: dict[str, torch.Tensor], sent: Weights) -> None:
@@ -205,8 +205,8 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
         other.kill()
         other.wait()
         died.set()
-        sent.result(120.0)
-        assert_same(found.result(120.0), make_weights())
+        sent.result(30)
+        assert_same(found.result(30), make_weights())
     assert warnings()
     for again in sync(make_spec(exchange, 2), make_weights(2)):
         assert_same(again, make_weights(2))

@@ -151,7 +151,7 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RECEIVER, spec.address, spec.session]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         send(spec, [("a", tensor), ("b", tensor * 2)])
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=60)
     assert float(output) == pytest.approx(3 * float(tensor.double().sum()))
 
 

@@ -54,7 +54,7 @@ def ask(folder: Path, **body: Any) -> tuple[int, Any]:
         headers={"Authorization": f"Bearer {address['api_key']}"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

@@ -72,7 +72,7 @@ def test_it_serves_every_dialect_until_a_signal_and_leaves_nothing(
             assert file.stat().st_mode & 0o777 == 0o600
             workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.send_signal(number)
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=60)
     text = chat["choices"][0]["message"]["content"]
     assert items["output"][-1]["content"][0]["text"] == text == blocks["content"][-1]["text"]
     assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2

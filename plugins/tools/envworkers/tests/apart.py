@@ -109,7 +109,7 @@ class Apart:
                 f"{address.base_url}/chat/completions", json.dumps(body).encode(),
                 {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"},
             )  # fmt: skip
-            await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=120).read())
+            await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=30).read())
         (said,) = (c for c in address.conversations() if c[0].text == "hello")
         model.record("agent", ", ".join(f"{message.role}: {message.text}" for message in said))
 

@@ -33,7 +33,7 @@ def test_programs_run_beside_each_other_and_end_as_they_do(programs: Programs) -
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == b"here\n"
     ended = programs.start("print('over')", [])
-    assert ended.communicate(timeout=240) == ("over\n", None)
+    assert ended.communicate(timeout=60) == ("over\n", None)
     assert ended.returncode == 0
     assert waiting.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -41,7 +41,7 @@ def test_programs_run_beside_each_other_and_end_as_they_do(programs: Programs) -
     waiting.kill()
     assert waiting.wait(60) == waiting.poll() == -signal.SIGKILL
     waiting.kill()  # nothing is left to kill
-    waiting.communicate(timeout=240)
+    waiting.communicate(timeout=60)
 
 
 OWNER = """
@@ -107,7 +107,7 @@ with forked_children(), LocalCluster(Path(sys.argv[1])) as cluster:
     worker = os.pidfd_open(int(driver.stdout.readline()))
     try:
         driver.kill()
-        driver.communicate(timeout=240)
+        driver.communicate(timeout=60)
         ended = select.poll()
         ended.register(worker, select.POLLIN)
         assert ended.poll(60_000)

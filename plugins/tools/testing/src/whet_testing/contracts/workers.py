@@ -31,7 +31,7 @@ from whet.interfaces.workers import Heard, WorkerGroup, WorkerRank, Workers
 from whet_testing.scripted_worker import TARGET
 
 SOON_SECONDS = 3.0
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 30.0
 """Longest wait for an event. Events come far sooner unless the machine is overloaded."""
 
 
