@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -251,6 +251,31 @@ def test_a_node_that_ray_has_given_up_is_a_lost_ray_before_its_raylet_ends(
         with pytest.raises(ClusterGone, match=r"Ray has (given up its only node|lost a placement group)"):
             place(places, process)
     assert session.life.lost.done()
+
+
+def test_processes_that_wait_for_a_place_ask_ray_a_few_times_a_second_together(
+    opened: list[RaySession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, asked, stopped = RaySession(), list[float](), Event()
+    opened.append(session)
+    session.wait(120.0)
+    import ray.util
+
+    known = ray.util.placement_group_table
+
+    def table(group: object) -> object:
+        asked.append(time.monotonic())
+        return known(group)
+
+    monkeypatch.setattr(ray.util, "placement_group_table", table)
+    places = Places(session, {}, {"backend": {"nowhere": 1}}, Names("run"))
+    hosts = [Host(f"backend-{rank}", ("backend",), 1, ()) for rank in range(4)]
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        waiting = [pool.submit(places.bundle, host, hosts, time.monotonic() + 60.0, stopped) for host in hosts]
+        wait_until(lambda: len(asked) >= 30, "they have asked for a while")
+        stopped.set()
+        assert all("closed while it waited" in str(one.exception()) for one in waiting)
+    assert asked[29] - asked[24] > 0.5  # each process alone asks five times sooner, then every 0.2 s with the others
 
 
 def place(places: Places, process: str) -> None:

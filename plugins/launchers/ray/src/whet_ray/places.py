@@ -27,9 +27,10 @@ STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PAC
 _PATIENCE_FOR_NODES: Final = 30.0
 """Seconds to wait for a bundle that no present node can hold, because more nodes may join soon."""
 _PATIENCE_FOR_AN_END: Final = 10.0
-_STEP_SECONDS: Final = 0.2
+_FIRST_PAUSE: Final = 0.01
+_LONGEST_PAUSE: Final = 0.2
 _LOOK_SECONDS: Final = 5.0
-"""Seconds between two queries for the nodes of a group's bundles. All processes that start share one query."""
+"""Seconds between two queries for the nodes of a placed group's bundles."""
 
 
 class Names:
@@ -118,8 +119,8 @@ class Places:
         self._names = names
         self._bundles: dict[str, Bundle] = {}
         self._groups: list[Any] = []
-        self._looked: dict[int, tuple[float, Mapping[int, str]]] = {}
-        """For each group: the time of the last query for the nodes of its bundles, and Ray's answer."""
+        self._looked: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        """For each group: the time of the last query for Ray's record of it, and the record."""
         self._lock = threading.Lock()
 
     def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
@@ -132,10 +133,11 @@ class Places:
             if host.name not in self._bundles:
                 self._claim([other for other in group if other.name not in self._bundles])
             bundle = self._bundles[host.name]
-        began = time.monotonic()
-        while not self._is_placed(bundle.group):
-            if stopped.is_set():
+        began, pause = time.monotonic(), _FIRST_PAUSE
+        while not self._is_placed(bundle.group, pause):
+            if stopped.wait(pause):
                 raise WhetError("its process was closed while it waited for a place")
+            pause = min(2 * pause, _LONGEST_PAUSE)
             with self._lock:
                 together = [one for one in dict.fromkeys(self._bundles.values()) if one.group is bundle.group]
             self.refuse_hopeless(together, began, deadline)
@@ -143,15 +145,10 @@ class Places:
 
     def placed(self, bundle: Bundle) -> bool:
         """Return whether Ray reports that a bundle is on a node. Ray notices the loss of a node with a delay."""
-        from ray.util import placement_group_table
-
-        with self._lock:
-            looked, nodes = self._looked.get(id(bundle.group), (-math.inf, {}))
-            if time.monotonic() - looked > _LOOK_SECONDS:
-                with suppress(Exception):  # Ray does not answer; the caller has a deadline
-                    nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
-                self._looked[id(bundle.group)] = time.monotonic(), nodes
-        return bool(nodes.get(bundle.index, "unknown"))
+        with suppress(Exception):  # Ray does not answer; the caller has a deadline
+            nodes: Mapping[int, str] = self._record(bundle.group, _LOOK_SECONDS).get("bundles_to_node_id", {})
+            return bool(nodes.get(bundle.index, "unknown"))
+        return True
 
     def nodes(self, hosts: Sequence[Host]) -> set[str]:
         """Return Ray's ids of the nodes on which processes are placed."""
@@ -181,20 +178,36 @@ class Places:
                 self._session.life.ask(self._remove, _PATIENCE_FOR_AN_END)
         self._groups.clear()
 
-    def _is_placed(self, group: Any) -> bool:
-        """Return whether Ray has placed a group, after a short wait."""
+    def _is_placed(self, group: Any, seconds: float) -> bool:
+        """Return whether Ray has placed a group, by a record that is at most `seconds` old.
+
+        The group's own `wait` would be no better: it takes whole seconds, and leaves a waiter in Ray's head each time.
+        """
         try:
-            placed = bool(group.wait(_STEP_SECONDS))
-        except Exception as error:  # Ray has no class of its own for a group that it has removed
-            why = f"Ray has lost a placement group of this run: {error}"
-            if not self._session.local:
-                raise WhetError(why) from error
-        else:
-            if placed or not self._session.local or self._session.nodes:
-                return placed
+            state = self._record(group, seconds).get("state", "REMOVED")
+            why = "Ray has lost a placement group of this run" if state == "REMOVED" else ""
+        except Exception as error:  # Ray has no class of its own for that
+            state, why = "", f"Ray has lost a placement group of this run: {error}"
+        if not why and state != "CREATED" and self._session.local and not self._session.nodes:
             why = "Ray has given up its only node"
+        if not why:
+            return bool(state == "CREATED")
+        if not self._session.local:
+            raise WhetError(why)
         self._session.life.end(why)
         raise ClusterGone(why)
+
+    def _record(self, group: Any, seconds: float) -> Mapping[str, Any]:
+        """Return Ray's record of a group, at most `seconds` old. All processes that start share one query."""
+        from ray.util import placement_group_table
+
+        with self._lock:
+            looked, record = self._looked.get(id(group), (-math.inf, {}))
+            if time.monotonic() - looked > seconds:
+                self._looked[id(group)] = time.monotonic(), record  # the next query comes as late if this one fails
+                record = placement_group_table(group)
+                self._looked[id(group)] = time.monotonic(), record
+        return record
 
     def _remove(self) -> None:
         from ray.util import remove_placement_group
