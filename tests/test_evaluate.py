@@ -50,6 +50,16 @@ def test_a_replica_that_is_lost_is_replaced_and_the_result_is_the_same(tmp_path,
     assert records(tmp_path / "struck") == records(tmp_path / "whole")
 
 
+def test_an_earlier_evaluation_is_not_replaced(tmp_path, evaluation, whet):
+    config, out = evaluation(tmp_path), tmp_path / "out"
+    done = whet("eval", config, "--out", out)
+    assert done.code == 0, done.errors
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    again = whet("eval", config, "--out", out, "run.seed=7")
+    assert f"{out} is no empty folder: it holds evaluation.json" in again.error
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+
+
 def test_over_budget_the_error_names_the_replica(tmp_path, evaluation, whet):
     strike = {"victim": "generator-0", "questions": [1]}
     error = whet("eval", evaluation(tmp_path, strike, recovery={"replicas": 0})).error

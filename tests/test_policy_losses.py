@@ -102,6 +102,11 @@ def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(buil
         found = numbers(cut.train(shuffled, loss))
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), document
         assert expected["grad_norm"] > 1e-3
+    batch = batch_for(0, whole)
+    alone = np.where(np.arange(batch.sequences) == 0, batch["advantages"], 0).astype(np.float32)
+    batch, loss = batch.with_columns(advantages=alone), spec(LOSSES[0])
+    expected, found = (numbers(backend.train(batch, loss)) for backend in (whole, cut))
+    assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), "one sequence alone has a gradient"
 
 
 CORRECTIONS = [

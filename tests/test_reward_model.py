@@ -18,7 +18,7 @@ from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.files import read_rows
 from whet.data.messages import conversation
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
 from whet.run.compose import run
@@ -224,6 +224,20 @@ def test_grpo_against_a_reward_model_raises_its_score(judged, tmp_path):
     learned = [row["reward/judge"] for row in rows if "reward/judge" in row]
     assert scores[-1] > scores[0] + 0.1
     assert np.mean(learned[-4:]) > np.mean(learned[:4])
+
+
+def test_environments_that_share_a_judge_ask_it_one_after_another(judged, trained, tmp_path):
+    data = trained / "train.jsonl"
+    several = [{"use": "judge", "name": name, "dataset": str(data)} for name in "abc"]
+    run(judged, [f"environments={json.dumps(several)}", "evaluation.environments=[]", "run.steps=3"])
+    rows = [row for number in (1, 2, 3) for row in read_rows(tmp_path / f"grpo/rollouts/step-{number:06}.jsonl")]
+    scores = classified(trained / "rm/model", [row["messages"] for row in rows])
+    assert [row["rewards"]["judge"] for row in rows] == pytest.approx(list(scores), abs=1e-3)
+
+
+def test_a_judge_that_has_no_value_head_is_refused(judged, tiny_model_folder):
+    with pytest.raises(WhetError, match=r"has no value head .* give the folder of a reward model"):
+        run(judged, [f"roles.judge.model.path={tiny_model_folder}", "run.steps=1"])
 
 
 def test_a_judge_within_another_environment_leaves_its_rewards_beside(judged, trained, tmp_path):

@@ -140,3 +140,22 @@ open("there", "w").close()
     closed = ["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
     assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there", "")]
+
+
+LEAVES_A_THREAD = """
+import sys, threading
+import whet.cli, whet.cli.app
+whet.cli._PATIENCE_SECONDS = 1.0
+def blocked():
+    threading.Thread(target=threading.Event().wait, name="blocked").start()
+    return 3
+whet.cli.app.run_command = blocked
+whet.cli.main()
+"""
+
+
+def test_a_thread_that_does_not_end_is_named_and_not_waited_for():
+    command = [sys.executable, "-c", LEAVES_A_THREAD]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert done.stderr == "ended without blocked: threads that are still busy\n"

@@ -218,6 +218,21 @@ def test_what_a_class_says_of_its_fields_together_is_reported() -> None:
     assert problems({"low": 5, "high": 3}, Range) == ["low is 5, which is more than high, 3"]
 
 
+def known(name: str) -> int:
+    return {"a": 1}[name]
+
+
+@frozen
+class Looked:
+    converted: str = field(default="a", converter=known)
+    checked: str = field(default="a", validator=lambda made, field, value: known(value))
+
+
+def test_a_converter_or_validator_that_raises_something_else_is_reported() -> None:
+    assert problems({"checked": "q"}, Looked) == ["checked: KeyError: q"]
+    assert problems({"converted": "q"}, Looked) == ["KeyError: q"]
+
+
 @frozen
 class Unresolvable:
     value: "NoSuchType" = 1  # type: ignore[name-defined]  # noqa: F821

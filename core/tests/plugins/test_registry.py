@@ -269,3 +269,36 @@ def test_an_object_with_a_hook_that_is_not_marked_is_refused_by_its_name() -> No
     words = "the hook 'fast' of whet-fast: its function whet_step_finished is not marked with @whet.hookimpl"
     with pytest.raises(PluginError, match=words):
         register(new_manager(), Unmarked(), whose="the hook 'fast' of whet-fast: its")
+
+
+class Late:
+    @whet.hookimpl
+    def whet_check_config(self, config: Any) -> Any:
+        return ()
+
+
+class Mistaken:
+    @whet.hookimpl
+    def whet_step_finished(self, metric: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("hooks", "words"),
+    [(Late, "its whet_check_config is never called: plugins are asked before a run builds the object"),
+     (Mistaken, r"its hook 'whet_step_finished': Argument\(s\) {'metric'} are declared")],
+)  # fmt: skip
+def test_an_object_whose_hook_cannot_be_called_is_refused_by_its_name(hooks: Any, words: str) -> None:
+    manager = new_manager()
+    with pytest.raises(PluginError, match=f"the hook 'fast' of whet-fast: {words}"):
+        register(manager, hooks(), whose="the hook 'fast' of whet-fast: its")
+    assert not any(isinstance(plugin, hooks) for plugin in manager.get_plugins())
+
+
+def test_of_two_files_with_one_name_and_one_component_one_must_be_renamed(tmp_path: Path) -> None:
+    registry = Registry()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(textwrap.dedent(logger("same")))
+        registry.load_file(tmp_path / folder / "own.py")
+    with pytest.raises(PluginError, match=r"a/own\.py and .*b/own\.py; rename one of these files"):
+        registry.find("loggers", "same")

@@ -493,11 +493,29 @@ def _broken(change: Callable[[Completion], Completion]) -> FakeGenerator:
         (lambda c: Completion(c.id, c.tokens, c.logprobs[1:], "stop", c.versions), "gave 3 logprobs for the 4 tokens"),
         (lambda c: Completion(c.id, c.tokens, c.logprobs * np.nan, "stop", c.versions), "wanted a finite one"),
         (lambda c: Completion(c.id, c.tokens, c.logprobs, "stop", ()), "no weight version"),
+        (lambda c: Completion("x", c.tokens, c.logprobs, "stop", c.versions), "the completion x with"),
+        (lambda c: Completion(c.id, c.tokens, c.logprobs, "eos", c.versions), "with stop 'eos'"),
+        (lambda c: Completion(c.id, c.tokens - 200, c.logprobs, "stop", c.versions), "tokens from -"),
+        (lambda c: None, "the generator gave NoneType for request .*, wanted a Completion"),
     ],
 )
 def test_a_completion_that_breaks_the_contract_is_not_trained_on(change: Any, message: str) -> None:
     with pytest.raises(EpisodeFailed, match=message):
         play(talk("a"), _broken(change))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [({"stop": "END"}, "stop is 'END', wanted a list"), ({"stop": [""]}, r"stop is \[''\]"),
+     ({"temperature": -1.0}, "wanted a temperature and top_k of at least 0")],
+)  # fmt: skip
+def test_a_request_that_makes_no_sense_is_refused(asked: dict[str, Any], words: str) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a", **asked)
+        return {"correct": 1.0}
+
+    with pytest.raises(EpisodeFailed, match=words):
+        play(Played(run), FakeGenerator("x"))
 
 
 def test_a_dead_worker_is_not_the_episodes_fault() -> None:

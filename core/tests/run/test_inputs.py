@@ -25,18 +25,21 @@ class Environment:
     def __init__(self, config):
         {body}
 
-    def tasks(self, split):
-        return [Task("2+2?", {{}})]
+    {tasks}
 
     {close}
 """
 
 
 def route(
-    tmp_path: Any, weights: str = "reward_weights = {}", body: str = "pass", close: str = "def close(self): 0"
+    tmp_path: Any,
+    weights: str = "reward_weights = {}",
+    body: str = "pass",
+    close: str = "def close(self): 0",
+    tasks: str = 'def tasks(self, split): return [Task("2+2?", {})]',
 ) -> Any:
     file = tmp_path / "own.py"
-    file.write_text(SOURCE.format(weights=weights, body=body, close=close))
+    file.write_text(SOURCE.format(weights=weights, body=body, close=close, tasks=tasks))
     chosen = Selection("environments", Component("sums", dict, f"file:{file}:Environment"), None, "acme")
     return build_route(EnvironmentSection(name="adding", component=chosen), "train")
 
@@ -70,3 +73,26 @@ def test_an_environment_that_fails_to_close_is_a_warning(tmp_path: Any, caplog: 
     route(tmp_path, close="def close(self): raise OSError('stuck')").close()
     assert "environment 'adding' could not be closed: OSError: stuck" in caplog.text
     assert "own.py" in caplog.text
+
+
+def test_a_close_that_is_a_coroutine_is_a_warning(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    route(tmp_path, close="async def close(self): ...").close()
+    assert "environment 'adding' could not be closed" in caplog.text
+    assert "Environment.close` must neither be `async def`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "return [{'prompt': 'a', 'answer': 'b'}]",
+            "the first task of environment 'adding' is {'prompt': 'a', 'answer': 'b'}, wanted Task",
+        ),
+        ("return ['a']", "the first task of environment 'adding' is 'a', wanted Task"),
+        ("from whet.data.records import Task; return [Task('a', '42')]", "with a mapping"),
+        ("yield 1", r"`tasks` of environment 'adding' did nothing: `Environment.tasks` must"),
+    ],
+)
+def test_what_is_no_task_is_named_with_its_environment(tmp_path: Any, body: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        route(tmp_path, tasks=f"def tasks(self, split): {body}")

@@ -72,6 +72,15 @@ def test_every_step_is_written_with_its_merged_metrics(tmp_path):
     assert told.logged[1][0] == 2
 
 
+@pytest.mark.parametrize("name", ["step", "time"])
+def test_a_metric_with_the_name_of_a_key_of_every_row_is_refused(tmp_path, name):
+    for step in make(tmp_path, Told(), steps=1):
+        step.log({name: mean(9.0)})
+        with pytest.raises(PluginError, match=f"a metric is named '{name}', a key of every row"):
+            step.finish(BATCH)
+        break
+
+
 def test_histograms_and_tables_are_kept_in_files_and_told(tmp_path):
     told, events = Told(), []
     steps = make(tmp_path, told, steps=1)

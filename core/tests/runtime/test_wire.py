@@ -56,7 +56,9 @@ flat: Any = npst.arrays(flat_dtypes, st.integers(0, 5))
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.just(math.nan) | st.text(max_size=5)
 )
-samplings = st.builds(Sampling, st.integers(1, 9), st.floats(0, 2), stop=st.lists(st.text(max_size=3)).map(tuple))
+samplings = st.builds(
+    Sampling, st.integers(1, 9), st.floats(0, 2), stop=st.lists(st.text(min_size=1, max_size=3)).map(tuple)
+)
 completions = st.builds(
     Completion, st.text(max_size=3), flat, flat, st.just("stop"),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple),

@@ -7,8 +7,11 @@ import gc
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from types import FrameType
+
+_PATIENCE_SECONDS = 30.0  # for threads that have not ended when the command has
 
 
 def main() -> None:
@@ -30,6 +33,9 @@ def main() -> None:
         code = 128 + signal.SIGTERM
     _let_go_of_readers()
     gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
+    late = threading.Timer(_PATIENCE_SECONDS, _leave, [code])
+    late.daemon = True
+    late.start()
     sys.exit(code)
 
 
@@ -44,6 +50,14 @@ def _disarm() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(code: int) -> None:
+    """End the process without waiting for threads that do not end, such as one in which an environment is blocked."""
+    if left := [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]:
+        with suppress(OSError, AttributeError):
+            print(f"ended without {', '.join(left)}: threads that are still busy", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 def _let_go_of_readers() -> None:

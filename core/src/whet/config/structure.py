@@ -287,9 +287,9 @@ class _Structurer:
         try:
             if whole:
                 return cls(**arguments)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # of a plugin's own converter or validator
             words = _one_line(error)
-        with suppress(ValueError, TypeError):
+        with suppress(Exception):
             with attrs.validators.disabled():
                 made = cls(**arguments)
             for field in attrs.fields(cls):
@@ -307,7 +307,7 @@ class _Structurer:
         if items is None:
             try:
                 validator(made, field, value)
-            except (ValueError, TypeError) as error:
+            except Exception as error:
                 self.refuse(at, _one_line(error).removeprefix(f"{field.name!r} "))
 
 
@@ -332,7 +332,8 @@ def config_fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
 def _one_line(error: Exception) -> str:
     """Return the message of an error on one line. Validators of attrs have further arguments, which are left out."""
     words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
-    return " ".join(words.split()) or type(error).__name__
+    kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
+    return kind + " ".join(words.split()) or type(error).__name__
 
 
 def _items_of(validator: Any, value: Any) -> list[tuple[object, Any, Any]] | None:

@@ -149,7 +149,9 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
     try:
         config = loads(file.read_bytes(), MODEL_VALUES)
     except FileNotFoundError:
-        raise ConfigError(f"model.path: {str(path)!r} holds no config.json, so it is no model folder") from None
+        is_adapter = (folder / "adapter_config.json").exists()
+        hint = "; it is a LoRA adapter: merge it into its model first" if is_adapter else ""
+        raise ConfigError(f"model.path: {str(path)!r} holds no config.json, so it is no model folder{hint}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):

@@ -1,7 +1,7 @@
 """The records that environments, generators and algorithms exchange. Arrays are NumPy."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -96,6 +96,18 @@ class Sampling:
     schema: str = ""
     """A JSON schema that the text must match, as JSON; empty: none. Only for generators whose facts list `schema`, and
     never in training, which needs free samples."""
+
+    def __attrs_post_init__(self) -> None:
+        stops(self.stop)
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise DataError(f"wanted a temperature and top_k of at least 0, and a top_p above 0 and up to 1: {self}")
+
+
+def stops(found: Sequence[str]) -> tuple[str, ...]:
+    """Return stop strings as a tuple. Raises `DataError` for a single string, whose characters they would be."""
+    if isinstance(found, str) or not all(found):
+        raise DataError(f"stop is {found!r}, wanted a list of strings with at least one character each")
+    return tuple(found)
 
 
 @frozen(eq=False)

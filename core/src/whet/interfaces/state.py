@@ -79,3 +79,11 @@ class Components:
     def state(self) -> dict[str, Any]:
         """Return the states of all components that have one."""
         return states(self._built)
+
+
+def check_ran(found: object, who: str) -> None:
+    """Raise `PluginError` if a call of a plugin's function did nothing, but returned a coroutine or a generator."""
+    if inspect.iscoroutine(found) or inspect.isgenerator(found) or inspect.isasyncgen(found):
+        if not inspect.isasyncgen(found):
+            found.close()
+        raise PluginError(f"{who} did nothing: `{found.__qualname__}` must neither be `async def` nor contain `yield`")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _LAST_FRAMES = 4
 _WRAPPED = ("whet_run", "whet_worker_group")
 """Hooks of core itself, which plugins wrap."""
+_OF_RUNS = (*_WRAPPED, "whet_step_finished")
+"""Hooks that an object of the section `hooks` can implement. The others were called before a run builds the object."""
 _CORE = re.compile(r"\s*whet(?![\w.-])", re.IGNORECASE)
 """A requirement of core. To parse those of other distributions would take long."""
 _KEPT = 512
@@ -119,8 +121,9 @@ class Registry:
             return offers[0]
         if offers:
             owners = " and ".join(sorted(offer.distribution for offer in offers))
-            forms = " or ".join(sorted(f"`use: {offer.use}`" for offer in offers))
-            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; choose one by {forms}")
+            forms = sorted({f"`use: {offer.use}`" for offer in offers})
+            advice = f"choose one by {' or '.join(forms)}" if len(forms) > 1 else "rename one of these files"
+            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; {advice}")
         known = self._elsewhere(kind, short) or choice_words(name, self.offers(kind))
         owners = ", ".join(sorted(set(catalog().components.get(kind, {}).values()))) or "none is known"
         known = known or f"; no plugin that offers {a_kind(kind)} is installed; there are: {owners}"
@@ -289,15 +292,18 @@ def other_core(requirements: Iterable[str]) -> str | None:
 def register(manager: pluggy.PluginManager, plugin: Any, key: str | None = None, whose: str = "its") -> None:
     """Register a plugin, or raise and leave the manager as it was.
 
-    Raises `PluginError` or `PluginValidationError` for hooks that whet does not know, or that replace core's own.
+    Raises `PluginError` for hooks that whet does not know, that have other arguments, or that replace core's own.
     """
     before = manager.is_registered(plugin)
     try:
         manager.register(plugin, name=key)
         _check_hooks(manager, plugin, whose)
-    except BaseException:
+    except BaseException as error:
         if not before and manager.is_registered(plugin):
             manager.unregister(plugin)
+        if isinstance(error, pluggy.PluginValidationError):
+            where, *_, what = str(error).splitlines()
+            raise PluginError(f"{whose} hook {where.rpartition(' hook ')[2]}: {what}") from error
         raise
 
 
@@ -307,6 +313,8 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None
         if not hook.has_spec() and not all(implementation.optionalhook for implementation in own):
             known = [name for name in vars(manager.hook) if getattr(manager.hook, name).has_spec()]
             raise PluginError(f"whet has no hook {hook.name!r}{choice_words(hook.name, known)}")
+        if whose != "its" and hook.name not in _OF_RUNS:
+            raise PluginError(f"{whose} {hook.name} is never called: plugins are asked before a run builds the object")
         if hook.name in _WRAPPED and not all(implementation.wrapper for implementation in own):
             raise PluginError(
                 f"{whose} {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield"

@@ -116,11 +116,19 @@ def _members(owners: Sequence[tuple[Group, Episode]]) -> NDArray[np.int64]:
 def _conversations(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     """Return the columns `conversation` and `share` [sequences]."""
     conversation = np.cumsum([t.part == 0 for t in trajectories]) - 1
-    trained = np.array([np.count_nonzero(t.loss_mask) for t in trajectories], np.float64)
+    trained = np.array([np.count_nonzero(t.loss_mask) for t in trajectories])
+    return {"conversation": conversation, "share": shares(conversation, trained)}
+
+
+def shares(conversation: NDArray[Any], trained: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what part of its conversation's trained tokens each sequence has: [sequences].
+
+    The first part of a conversation without any has all of it. conversation, trained [sequences] are the number of the
+    conversation and the trained tokens of each sequence, in the order of `collate`.
+    """
     whole = np.bincount(conversation, trained)[conversation]
-    alone = np.array([t.part == 0 for t in trajectories], np.float64)
-    share = np.where(whole > 0, trained / np.maximum(whole, 1), alone)
-    return {"conversation": conversation, "share": share.astype(np.float32)}
+    first = np.append(True, conversation[1:] != conversation[:-1])[: len(conversation)]
+    return np.where(whole > 0, trained / np.maximum(whole, 1), first).astype(np.float32)
 
 
 def _greedy_reward(episode: Episode, agent: str) -> float:

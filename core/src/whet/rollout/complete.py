@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Request
+from whet.errors import PluginError
 from whet.interfaces.generator import Generator, Listener, listener, listening
 
 
@@ -33,6 +34,8 @@ async def complete(generator: Generator, request: Request, decode: Callable[[Int
     while True:
         with listening(shifted(sum(len(p.tokens) for p in parts))):
             part = await generator.generate(rest)
+        if not isinstance(part, Completion):
+            raise PluginError(f"the generator gave {type(part).__name__} for request {request.id}, wanted a Completion")
         if part.stop != "abort":
             return joined(request, [*parts, part], decode) if parts else part
         if len(part.tokens):

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -26,10 +26,12 @@ from whet.data.records import (
     Reply,
     Request,
     Sampling,
+    Stop,
     Task,
     Trajectory,
     Turn,
     recordable,
+    stops,
     with_ids,
 )
 from whet.errors import ContextFull, DataError, EpisodeError, PluginError, RewrittenHistory
@@ -215,7 +217,7 @@ class RecordedModel:
             own,
             max_tokens=own.max_tokens if max_tokens is None else min(max_tokens, own.max_tokens),
             temperature=own.temperature if temperature is None else temperature,
-            stop=(*own.stop, *stop),
+            stop=(*own.stop, *stops(stop)),
         )
         try:
             turn = await self.turn(asked, sampling, prefill=prefill)
@@ -329,6 +331,9 @@ def checked_completion(completion: Completion, request: Request) -> Completion:
     count, limit = len(completion.tokens), request.sampling.max_tokens
     if not 0 < count <= limit:
         raise PluginError(f"the generator gave {count} tokens for request {request.id}, wanted 1 to {limit}")
+    if completion.id != request.id or completion.stop not in get_args(Stop) or np.min(completion.tokens) < 0:
+        found = f"stop {completion.stop!r}, and tokens from {np.min(completion.tokens)} on"
+        raise PluginError(f"the generator gave, for request {request.id}, the completion {completion.id} with {found}")
     if len(completion.logprobs) != count or not np.isfinite(completion.logprobs).all():
         raise PluginError(
             f"the generator gave {len(completion.logprobs)} logprobs for the {count} tokens of request {request.id}, "

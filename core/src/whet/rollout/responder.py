@@ -11,7 +11,7 @@ import numpy as np
 
 from whet.data.messages import Message, conversation
 from whet.data.randomness import derive_seed
-from whet.data.records import Reply, Request, Sampling
+from whet.data.records import Reply, Request, Sampling, stops
 from whet.errors import DataError
 from whet.rollout.complete import complete
 from whet.rollout.recorded import checked_completion
@@ -52,7 +52,7 @@ class RoleResponder:
             )
         sampling = Sampling(
             max_tokens=min(longest, self._longest - len(tokens)) if self._longest else longest,
-            temperature=1.0 if temperature is None else temperature, stop=tuple(stop), stop_tokens=chat.stop_tokens,
+            temperature=1.0 if temperature is None else temperature, stop=stops(stop), stop_tokens=chat.stop_tokens,
         )  # fmt: skip
         request = Request(
             f"{self._role}-{seed}-{next(self._ids)}", tokens, sampling, derive_seed(seed, f"role {self._role}")

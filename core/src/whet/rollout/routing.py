@@ -15,8 +15,9 @@ from attrs import field, frozen
 
 from whet.data.randomness import derive_seed
 from whet.data.records import Sampling, Task
-from whet.errors import DataError, WhetError, in_words
+from whet.errors import DataError, PluginError, WhetError, in_words
 from whet.interfaces.environment import Environment
+from whet.interfaces.state import check_ran
 from whet.rollout.scoring import Scoring
 
 logger = logging.getLogger(__name__)
@@ -44,16 +45,21 @@ class Route:
     """Scores to compute in addition to mean rewards. Training uses only the criterion of a pass."""
 
     def tasks(self) -> Sequence[Task]:
-        """Return the tasks of the split. Raises `DataError` if there are none."""
-        tasks = self.environment.tasks(self.split)
+        """Return the tasks of the split. Raises `DataError` if there are none, `PluginError` for what is no task."""
+        tasks: Any = self.environment.tasks(self.split)
+        check_ran(tasks, f"`tasks` of environment {self.name!r}")
         if not len(tasks):
             raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
-        return tasks
+        if not isinstance(tasks[0], Task) or not isinstance(tasks[0].data, Mapping):
+            wanted = "Task(prompt), or Task(prompt, data) with a mapping"
+            raise PluginError(f"the first task of environment {self.name!r} is {tasks[0]!r:.200}, wanted {wanted}")
+        return tasks  # type: ignore[no-any-return] # the check was of one task
 
     def close(self) -> None:
         """Close the environment. If that fails, only warn: nothing depends on it any more."""
         try:
-            self.environment.close()
+            closed: object = self.environment.close()  # type: ignore[func-returns-value] # of a wrong one
+            check_ran(closed, "it")
         except Exception as error:
             logger.warning("environment %r could not be closed: %s", self.name, in_words(error))
 

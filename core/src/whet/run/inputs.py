@@ -65,6 +65,7 @@ def read_inputs(
         found: Tokenizer = chat
         return found
 
+    @cache  # one for all environments: its thread alone asks the role
     def role_for(name: str) -> "Scorer | Responder":
         from whet.rollout.responder import RoleResponder
         from whet.rollout.scorer import RoleScorer

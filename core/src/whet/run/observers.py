@@ -1,6 +1,5 @@
 """Observers of a run: its loggers and the plugins' hooks. An observer that fails never ends the run."""
 
-import inspect
 import logging
 import threading
 from collections import deque
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from whet.errors import PluginError, in_words
+from whet.errors import in_words
 from whet.interfaces.logger import Event, Logger
-from whet.interfaces.state import has_state, load_states, states
+from whet.interfaces.state import check_ran, has_state, load_states, states
 from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Observers:
     def __init__(self, manager: pluggy.PluginManager, folder: RunFolder) -> None:
         if not manager.has_plugin("whet"):
             manager.register(CoreHooks(), name="whet")
-        self.hooks = manager.hook
+        self.hooks, self._manager = manager.hook, manager
         self.failed = False
         """Whether the run failed; loggers are told when they are closed."""
         self._folder = folder
@@ -62,11 +61,14 @@ class Observers:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send a finished step's metrics to loggers and hooks."""
         self._tell("log", step, numbers)
-        try:
-            for found in self.hooks.whet_step_finished(step=step, metrics=numbers):
-                check_ran(found, "it")
-        except (Exception, SystemExit) as error:
-            self._note("hook whet_step_finished", error)
+        plugins = [implementation.plugin for implementation in self.hooks.whet_step_finished.get_hookimpls()]
+        for plugin in reversed(plugins):  # one by one: of a call of all, the first error is the end
+            alone = self._manager.subset_hook_caller("whet_step_finished", [p for p in plugins if p is not plugin])
+            try:
+                for found in alone(step=step, metrics=numbers):
+                    check_ran(found, "it")
+            except (Exception, SystemExit) as error:
+                self._note(f"hook whet_step_finished of {getattr(plugin, '__name__', type(plugin).__name__)}", error)
 
     def status(self, text: str) -> None:
         """Send to loggers what the run waits for."""
@@ -112,14 +114,6 @@ class Observers:
             self._warned.add(who)
             log.warning("%s failed%s: %s", who, then, in_words(error))
         self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])
-
-
-def check_ran(found: object, who: str) -> None:
-    """Raise `PluginError` if a call of a plugin's function did nothing, but returned a coroutine or a generator."""
-    if inspect.iscoroutine(found) or inspect.isgenerator(found) or inspect.isasyncgen(found):
-        if not inspect.isasyncgen(found):
-            found.close()
-        raise PluginError(f"{who} did nothing: `{found.__qualname__}` must neither be `async def` nor contain `yield`")
 
 
 def _send(event: Event, name: str, logger: Any) -> object:

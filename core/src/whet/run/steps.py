@@ -271,6 +271,8 @@ class Steps:
             seconds |= self._startup.metrics(spans, seconds["seconds/step"], number == self._first)
         numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
+        if taken := numbers.keys() & {"step", "time"}:
+            raise PluginError(f"a metric is named {min(taken)!r}, a key of every row in metrics.jsonl; rename it")
         self._run.append("spans.jsonl", rows)
         self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
         if histograms := [{"step": number, **row} for row in merging.histogram_rows(metrics)]:

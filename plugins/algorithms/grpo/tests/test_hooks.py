@@ -123,6 +123,7 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
         ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
         ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),
+        ({"overlong": {"penalty": 1.0}}, "algorithm.overlong.penalty", "longer than the 16 tokens of rollout.max_tok"),
         ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),
         ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
         ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),

@@ -509,6 +509,27 @@ def test_a_plain_completion_stands_between_begin_and_end_tokens_and_alone_has_lo
     assert prompt.tolist() == [*chat.encode(begin), *chat.encode("What is")]
 
 
+def test_plain_text_that_would_have_no_end_is_refused(load):
+    whole, _ = load("bytes", CHATML)
+    file = whole.folder / "tokenizer_config.json"
+    config = {name: value for name, value in json.loads(file.read_text()).items() if name != "eos_token"}
+    file.write_text(json.dumps(config))
+    (whole.folder / "special_tokens_map.json").unlink(missing_ok=True)
+    chat, bare = ChatTokenizer(whole.folder), ChatTokenizer(whole.folder, "{{ messages[0].content }}")
+    words = r"has no end token.*wanted `eos_token` in tokenizer_config\.json.*model\.chat_template"
+    for one in (chat, bare):
+        with pytest.raises(DataError, match=words):
+            one.training_text("What is")
+        with pytest.raises(DataError, match=words):
+            one.training_completion("What is", " 6*7")
+    assert bare.encode("What is").tolist() == bare.prompt((Message("user", "What is"),)).tolist()
+    # a text that a template rendered has its own end of turn
+    ended = chat.render(TALK)
+    assert ended.endswith("<|im_end|>\n")
+    assert text_of(chat, chat.training_text(ended).tokens) == ended
+    assert text_of(chat, chat.training_completion("What is", " 6*7<|im_end|>").tokens) == "What is 6*7<|im_end|>"
+
+
 def test_decoding_leaves_special_tokens_out_where_asked(load):
     chat, reference = load("bytes", CHATML)
     tokens = chat.prompt(TALK[:1])

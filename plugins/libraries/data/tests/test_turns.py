@@ -176,6 +176,43 @@ def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_i
         encode_pair(pair, chat, {})
 
 
+LISTS = "{% for tool in tools or [] %}{{ tool.function.name }}: a tool\n{% endfor %}"
+LISTS_ONE = "{% for tool in (tools or [])[:1] %}{{ tool.function.name }}: a tool\n{% endfor %}"
+LISTS_AT_THE_END = "{% if tools and messages[-1].role == 'user' %}{{ tools | tojson }}{% endif %}"
+KNOWS = (
+    "{% if tools and tools[0].function.name != 'add' %}{{ raise_exception('unknown') }}{% endif %}"
+    "{{ tools | tojson if tools }}"
+)
+SUBTRACT = {"type": "function", "function": {"name": "subtract", "description": "Unlike add."}}
+
+
+@pytest.mark.parametrize(
+    ("listing", "tools", "missing"),
+    [
+        ("", [ADD], "add"),
+        ("{{ 'You have tools.' if tools }}", [ADD], "add"),
+        (LISTS_ONE, [ADD, SUBTRACT], "subtract"),
+        (LISTS_AT_THE_END, [ADD], "add"),
+        (LISTS, [ADD, SUBTRACT], ""),
+        ("{{ tools | tojson if tools }}", [ADD["function"], SUBTRACT], ""),
+        (KNOWS, [ADD], ""),
+    ],
+)
+@pytest.mark.parametrize("said", [CALLS, {"role": "assistant", "content": "7"}], ids=["called", "not called"])
+def test_a_tool_that_the_template_leaves_out_is_refused_though_its_name_stands_elsewhere(
+    tiny_model_folder, listing, tools, missing, said
+):
+    chat = chats().ChatTokenizer(tiny_model_folder, TEMPLATE.replace(LISTS, listing))
+    asked = {"role": "user", "content": "Please add 3 and 4, and subtract nothing."}
+    pair = {"prompt": [asked], "chosen": [said], "rejected": "8", "tools": tools}
+    for record, encoder in (({"messages": [asked, said], "tools": tools}, encode), (pair, encode_pair)):
+        if not missing:
+            assert "add" in chat.decode(encoder(record, chat, {})[0]["tokens"])
+            continue
+        with pytest.raises(DataError, match=f"leaves out the tool '{missing}'"):
+            encoder(record, chat, {})
+
+
 SPEAK = "{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}"
 REFUSES = SPEAK + "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 GREETS = "{% if m.role == 'system' %}A system.{% endif %}{% if m.role == 'tool' %}{{ m.content }}{% endif %}" + SPEAK

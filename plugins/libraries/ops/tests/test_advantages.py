@@ -203,6 +203,15 @@ def test_against_the_others_it_is_what_nemo_rl_computes(rewards: list[float]) ->
     np.testing.assert_allclose(ours, nemo_rl(rewards), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_sample_against_equal_others_is_not_divided_by_a_rounding_error(unbiased: bool) -> None:
+    rewards = np.array([9999.997, 10000.007, 9999.997])
+    found = group_mean(rewards, np.zeros(3, int), std_over="others", leave_one_out=True, unbiased=unbiased)
+    assert found[1] == pytest.approx(0.01, rel=1e-6)
+    others = np.std(rewards[1:], ddof=int(unbiased))
+    assert found[0] == pytest.approx((rewards[0] - rewards[1:].mean()) / (others + 1e-4), rel=1e-6)
+
+
 def test_less_group_mean_is_exactly_0_where_rewards_are_equal() -> None:
     rewards, group = np.array([0.1, 0.1, 0.1, 1.0, 4.0, 7.0]), np.array([5, 5, 5, 2, 2, 9])
     assert less_group_mean(rewards, group).tolist() == [0, 0, 0, -1.5, 1.5, 0]

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
 from whet.data.metrics import histogram_rows
+from whet_ops.aggregation import Aggregation, count, total
 from whet_ops.algorithms.config import (
     CorrectionSection,
     KlControlSection,
@@ -44,6 +45,43 @@ def batch(**columns: Any) -> Batch:
         "advantages": np.array([1, -2, 4], np.float32),
     }  # fmt: skip
     return made.with_columns(**{**given, **columns})
+
+
+@pytest.mark.parametrize("stage", ["mask", "guard", "entropy"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("count_masked", [False, True])
+def test_a_conversation_in_parts_that_loses_tokens_is_still_one_sequence_with_the_rest(
+    stage: str, aggregation: Aggregation, count_masked: bool
+) -> None:
+    """The second conversation is lost whole, and the first loses a part of a part, or a whole part."""
+    gone = {"mask": [3, 7, 8], "guard": [0, 1, 2, 7, 8], "entropy": [3, 4, 5, 7, 8]}[stage]
+    logprobs, entropy = np.full(9, -1.0, np.float32), np.ones(9, np.float32)
+    entropy[gone] = 0.0
+    made = from_sequences(
+        [{"tokens": range(n), "loss_mask": np.ones(n, bool)} for n in (3, 4, 2)], prompt_lengths=[0, 0, 0]
+    )
+    made = made.with_columns(
+        conversation=np.array([0, 0, 1]), share=np.array([3 / 7, 4 / 7, 1], np.float32),
+        advantages=np.ones(3, np.float32), old_logprobs=logprobs,
+        sampler_logprobs=np.where(entropy > 0, logprobs, logprobs - 9).astype(np.float32),
+    )  # fmt: skip
+    if stage == "entropy":
+        backend = FakeBackend(lambda output, batch: entropy)
+        found, _ = keep_uncertain(made, backend, TopEntropySection(share=4 / 9, count_rest=False))
+    else:
+        masks = {"mask": "token", "count_masked": False} if stage == "mask" else {"max_token_gap": 5.0}
+        found, _ = correct_gap(made, CorrectionSection(**masks))
+    mask, lengths, share = (np.asarray(found[name]) for name in ("loss_mask", "lengths", "share"))
+    assert np.flatnonzero(~mask).tolist() == gone
+    values, sampled = np.where(mask, np.arange(1.0, 10.0), 0.0), np.ones(9, bool)
+    in_parts, in_one = (
+        (
+            total(values, mask, sizes, aggregation, part),
+            count(mask, sizes, aggregation, 5, count_masked=count_masked, sampled=sampled, share=part),
+        )
+        for sizes, part in ((lengths, share), (np.array([7, 2]), None))
+    )
+    np.testing.assert_allclose(in_parts, in_one, rtol=1e-6)
 
 
 def tokens(*values: float) -> Any:

@@ -62,6 +62,10 @@ RESULTS = {
     "each token": (lambda sum: LossResult({"policy": sum.expand(5)}), r"of the shape \(5,\), wanted a tensor of one"),
     "detached": (lambda sum: LossResult({"policy": sum.detach()}), "has no gradient, so it trains nothing"),
     "no result": (lambda sum: sum, "returned Tensor, wanted a LossResult"),
+    "a plain metric": (
+        lambda sum: LossResult({"policy": sum}, {"gap": 0.5}),
+        r"the metric 'gap' of .* is float, wanted a pair \(sum,",
+    ),
 }
 
 
@@ -100,3 +104,20 @@ def test_live_has_a_value_for_each_sequence(batch: Batch) -> None:
     assert len(Worker()._live(batch, Sum())["lengths"]) == 2
     with pytest.raises(WhetError, match=r"`live` of the loss Short has the shape \(1,\), wanted .* 2 sequences"):
         Worker()._live(batch, Short())
+
+
+@pytest.mark.parametrize(("elsewhere", "mine", "kept"), [
+    (0.0, [False, True], [1]), (0.0, [False, False], [0]), (1.0, [False, True], [1]), (1.0, [False, False], []),
+])  # fmt: skip
+def test_a_rank_without_a_live_unit_computes_one_only_if_no_rank_has_any(
+    batch: Batch, elsewhere: float, mine: list[bool], kept: list[int]
+) -> None:
+    class Dead(Sum):
+        def live(self, batch: Batch) -> Any:
+            return torch.tensor(mine)
+
+    worker = Worker()
+    worker._ranks = SimpleNamespace(sum=lambda values: [value + elsewhere for value in values])
+    found = worker._live(batch.with_columns(number=np.arange(2)), Dead())
+    assert found["number"].tolist() == kept
+    assert len(found["tokens"]) == found["lengths"].sum()

@@ -1,8 +1,10 @@
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from whet.errors import ConfigError
 from whet.interfaces.logger import RunInfo
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.logger import LoggerContract, Rows
@@ -13,13 +15,28 @@ pytest.importorskip("wandb", "0.31", reason="wandb >= 0.31 is not installed")
 import wandb
 
 from whet_wandb import offline
-from whet_wandb.logger import WandbLogger
+from whet_wandb.logger import WandbLogger, _mode
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_service_outlives_these_tests() -> Iterator[None]:
     """W&B leaves its service, and the address in the environment, to every program that this process starts."""
     yield
+    wandb.teardown()
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Set environment variables of W&B; W&B reads them once in a process."""
+
+    def write(**values: str) -> None:
+        for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_DATA_DIR"]:
+            monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    wandb.teardown()
+    yield write
     wandb.teardown()
 
 
@@ -60,3 +77,57 @@ def test_the_end_of_a_run_waits_for_wandb_with_a_limit(tmp_path: Path) -> None:
     logger = WandbLogger(WandbConfig(mode="offline", finish_seconds=7), RunInfo(tmp_path, "it"))
     assert logger._run.settings.finish_timeout == 7
     logger.close(failed=False)
+
+
+OF_WANDB = {
+    "WANDB_MODE": "offline",
+    "WANDB_PROJECT": "theirs",
+    "WANDB_NAME": "first",
+    "WANDB_ENTITY": "they",
+    "WANDB_RUN_GROUP": "many",
+    "WANDB_TAGS": "a,b",
+}
+
+
+def test_the_environment_counts_where_the_config_says_nothing(tmp_path: Path, variables: Callable[..., None]) -> None:
+    variables(**OF_WANDB)
+    logger = WandbLogger(WandbConfig(), RunInfo(tmp_path, "it"))
+    logger.close(failed=False)
+    ours = logger._run.settings
+    assert (ours.mode, ours.project, ours.run_name) == ("offline", "theirs", "first")
+    assert (ours.entity, ours.run_group, ours.run_tags) == ("they", "many", ("a", "b"))
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_the_config_counts_more_than_the_environment(tmp_path: Path, variables: Callable[..., None]) -> None:
+    variables(**OF_WANDB | {"WANDB_MODE": "disabled"})
+    config = WandbConfig(mode="offline", project="ours", name="second", entity="we", group="few", tags=["c"])
+    logger = WandbLogger(config, RunInfo(tmp_path, "it"))
+    logger.close(failed=False)
+    ours = logger._run.settings
+    assert (ours.mode, ours.project, ours.run_name) == ("offline", "ours", "second")
+    assert (ours.entity, ours.run_group, ours.run_tags) == ("we", "few", ("c",))
+
+
+def test_without_either_the_project_is_whet_and_the_name_that_of_the_run(
+    tmp_path: Path, variables: Callable[..., None]
+) -> None:
+    variables(WANDB_CONFIG_DIR=str(tmp_path / "none"))
+    assert _mode(wandb.setup().settings.mode) == "online"
+    logger = WandbLogger(WandbConfig(mode="offline"), RunInfo(tmp_path, "it"))
+    logger.close(failed=False)
+    assert (logger._run.settings.project, logger._run.settings.run_name) == ("whet", "it")
+
+
+def test_a_disabled_run_writes_nothing_of_wandb(tmp_path: Path, variables: Callable[..., None]) -> None:
+    variables(WANDB_MODE="disabled")
+    logger = WandbLogger(WandbConfig(), RunInfo(tmp_path, "it"))
+    logger.log(1, {"reward": 0.5})
+    logger.close(failed=False)
+    assert not list(tmp_path.glob("wandb/*run-*"))
+
+
+def test_a_mode_that_is_not_of_this_logger_is_refused(tmp_path: Path, variables: Callable[..., None]) -> None:
+    variables(WANDB_MODE="shared")
+    with pytest.raises(ConfigError, match="WANDB_MODE is 'shared', wanted `online`, `offline` or `disabled`"):
+        WandbLogger(WandbConfig(), RunInfo(tmp_path, "it"))

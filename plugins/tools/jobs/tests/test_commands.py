@@ -32,3 +32,23 @@ def test_what_is_not_there_is_a_message_that_ends_with_1(tmp_path: Path) -> None
         assert done.exit_code == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("held", ["evaluation.json", "config.yaml", "tasks/sums.jsonl"])
+def test_an_evaluation_is_refused_a_folder_that_is_not_empty_before_anything_else(tmp_path: Path, held: str) -> None:
+    out = tmp_path / "out"
+    (out / held).parent.mkdir(parents=True)
+    (out / held).write_text("of another")
+    done = CliRunner().invoke(group, ["eval", str(tmp_path / "none.yaml"), "--out", str(out)])
+    assert done.exit_code == 1
+    assert f"{out} is no empty folder: it holds {held.split('/')[0]}; wanted a new or an empty one" in done.stderr
+    assert (out / held).read_text() == "of another"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_evaluation_takes_a_new_or_an_empty_folder(tmp_path: Path, there: bool) -> None:
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    done = CliRunner().invoke(group, ["eval", str(tmp_path / "none.yaml"), "--out", str(out)])
+    assert "there is no file" in done.stderr

@@ -231,14 +231,12 @@ class ChatTokenizer:
     def training_text(self, text: str) -> Trainable:
         """Tokenise plain text for training on all of it, between the tokenizer's own begin and end tokens.
 
-        A text that a template rendered has its begin token already.
+        A text that a template rendered has its begin token already. Raises `DataError` if the text would have no end.
         """
         tokens, begin = self._tokenizer.encode(text).ids, self._begin
         if begin and tokens[: 2 * len(begin)] == begin * 2:
             tokens = tokens[len(begin) :]
-        eos = self._tokenizer.token_to_id(self._eos_text)
-        if eos is not None and tokens[-1:] != [eos]:
-            tokens = [*tokens, eos]
+        tokens = [*tokens, *self._end_after(text, tokens)]
         # No token comes before the first one, so nothing predicts it.
         return Trainable(np.array(tokens, np.int64), np.arange(len(tokens)) > 0, min(1, len(tokens)))
 
@@ -246,17 +244,31 @@ class ChatTokenizer:
         """Tokenise a prompt and its completion without a template. The loss is on the completion.
 
         The tokenizer's own begin and end tokens are put around both, where they are not there. The prompt has the same
-        tokens as without the completion.
+        tokens as without the completion. Raises `DataError` if the completion would have no end.
         """
         text = prompt + completion
         found = self._masked(text, [(len(prompt), len(text))])
-        eos = self._tokenizer.token_to_id(self._eos_text)
         prompted = found.tokens[: found.prompt_length].tolist()
         begin = [] if prompted[: len(self._begin)] == self._begin else self._begin
-        end = [] if eos is None or found.tokens[-1] == eos else [eos]
+        end = self._end_after(completion, found.tokens.tolist())
         tokens = np.concatenate([np.array(begin, np.int64), found.tokens, np.array(end, np.int64)])
         mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask, np.ones(len(end), np.bool_)])
         return Trainable(tokens, mask, len(begin) + found.prompt_length)
+
+    def _end_after(self, text: str, tokens: list[int]) -> list[int]:
+        """Return the end token to put after plain text, or nothing if it is there. Raises `DataError` if there is none:
+        a model that is trained on text without an end never stops.
+        """
+        eos = self._tokenizer.token_to_id(self._eos_text)
+        if eos is not None:
+            return [] if tokens[-1:] == [eos] else [eos]
+        if not text.rstrip().endswith(self._stop_texts):
+            raise DataError(
+                f"the tokenizer of {self.folder} has no end token, so a model that is trained on plain text would "
+                "never learn to stop; wanted `eos_token` in tokenizer_config.json. Set it to one of its tokens, "
+                "or train on messages with a chat template that ends turns (model.chat_template)"
+            )
+        return []
 
     def _turn(self, conversation: Conversation, index: int, whole: str, stop: str = "") -> tuple[int, int]:
         """Return where an assistant turn begins and ends in the text of its conversation, in characters.

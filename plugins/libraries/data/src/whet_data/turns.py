@@ -150,17 +150,18 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
         if found and _leaves_out(cast(Hashable, chat), role):
             raise _left_out(kind, found.text)
     tools = tools_of(record["tools"]) if record.get("tools") else ()
+    names = [json.loads(tool)["function"]["name"] for tool in tools]
     chat, shown = chat.with_tools(tools) if tools else chat, set[str]()
+    unlisted = _unlisted(chat, conversations[0], tools) if tools and conversations else set[str]()
     for one in conversations:
-        named = {"tool": [json.loads(tool)["function"]["name"] for tool in tools]}
-        named["tool call"] = [call.name for message in one for call in message.calls]
+        named = {"tool": names, "tool call": [call.name for message in one for call in message.calls]}
         named["reasoning"] = [message.reasoning.strip()[:40] for message in one[-1:] if message.reasoning]
         text = chat.render(one) if any(named.values()) else ""
         unshown = {name for name in named["tool call"] if name not in shown and not _shows(chat, one, name, text)}
         shown.update(named["tool call"])
+        left_out = {"tool": unlisted, "tool call": unshown}
         for kind, words in named.items():
-            left_out = unshown if kind == "tool call" else ()
-            if missing := next((word for word in words if word not in text or word in left_out), ""):
+            if missing := next((word for word in words if word not in text or word in left_out.get(kind, ())), ""):
                 raise _left_out(kind, missing)
     return chat
 
@@ -198,6 +199,21 @@ def _shows(chat: Tokenizer, one: Conversation, name: str, text: str) -> bool:
         return chat.render(tuple(evolve(m, calls=tuple(own)) for m, own in zip(one, calls, strict=True))) != text
     except DataError:  # the template knows which tools there are
         return True
+
+
+def _unlisted(chat: Tokenizer, one: Conversation, tools: Tools) -> set[str]:
+    """Return the names of the tools that the template does not list: calls and other text may have a name, too."""
+    known = [json.loads(tool) for tool in tools]
+    probes = {f"whetstone_{i}_": tool["function"]["name"] for i, tool in enumerate(known)}
+    renamed = [
+        json.dumps({**tool, "function": {**tool["function"], "name": probe}}, ensure_ascii=False)
+        for probe, tool in zip(probes, known, strict=True)
+    ]
+    try:
+        text = chat.with_tools(tuple(renamed)).render(one)
+    except DataError:  # the template knows which tools there are
+        return set()
+    return {name for probe, name in probes.items() if probe not in text}
 
 
 def _message(item: Mapping[str, Any]) -> Message:

@@ -52,7 +52,7 @@ def group_mean(
     if scale == "group":
         squares = np.bincount(owner, centred**2)
         if std_over == "others":
-            of_others = _of_others(centred, squares[owner], size[owner] - 1, unbiased)
+            of_others = _of_others(rewards, owner, unbiased)
             advantages = _divide(advantages, np.where(of_others > 0, of_others + epsilon, 1.0))
         else:
             advantages = _divide(advantages, np.sqrt(squares / np.maximum(size - unbiased, 1))[owner] + epsilon)
@@ -119,16 +119,20 @@ def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], 
     return centred, owner, size
 
 
-def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any], unbiased: bool) -> NDArray[Any]:
-    """Return, for each sample, the deviation of the group's other samples: [B].
+def _of_others(rewards: NDArray[Any], owner: NDArray[Any], unbiased: bool) -> NDArray[np.float64]:
+    """Return, for each sample, the deviation of the group's other samples, and 0 if they are equal: [B].
 
-    centred [B], sum of squares of the sample's group [B], number of other samples [B].
+    rewards [B], the index of the group of each [B].
     """
-    number = np.maximum(others, 1)
-    variance = (squares - centred**2) / number - (centred / number) ** 2
-    # If the other samples are equal, the variance is a rounding error, and must not be a divisor.
-    variance = np.where(variance > 1e-12 * squares, variance, 0.0)
-    return np.asarray(np.sqrt(variance * (number / np.maximum(number - 1, 1) if unbiased else 1.0)))
+    found = np.zeros(len(rewards))
+    for members in np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner))[:-1]):
+        number = len(members)
+        if number > 2:  # with fewer, the other sample is equal to itself
+            every = np.broadcast_to(rewards[members], (number, number))
+            others = every[~np.eye(number, dtype=bool)].reshape(number, number - 1)
+            equal = others.min(1) == others.max(1)  # a deviation of equal numbers may be a rounding error
+            found[members] = np.where(equal, 0.0, others.std(1, ddof=int(unbiased)))
+    return found
 
 
 def whiten(

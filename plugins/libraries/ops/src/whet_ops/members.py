@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from whet.data.batch import Batch
 from whet.errors import PluginError
+from whet.rollout.collate import shares
 from whet_ops.gae import at_last
 from whet_ops.reductions import segment_sum
 
@@ -89,6 +90,14 @@ def conversations(batch: Batch) -> tuple[NDArray[Any], NDArray[Any]]:
     number = np.asarray(batch["conversation"])
     begins = np.append(True, number[1:] != number[:-1])[: len(number)]
     return np.flatnonzero(begins), np.cumsum(begins) - 1
+
+
+def with_mask(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
+    """Return the batch with another loss mask [N], and with the column `share` by that mask if there is one."""
+    if "share" not in batch:
+        return batch.with_columns(loss_mask=mask)
+    trained = segment_sum(mask.astype(np.int64), batch["lengths"])
+    return batch.with_columns(loss_mask=mask, share=shares(np.asarray(batch["conversation"]), trained))
 
 
 def turn_of(batch: Batch) -> NDArray[np.int32]:

@@ -91,7 +91,8 @@ class PolicyLoss:
         """Return the sums over this micro-batch.
 
         Metrics are over the tokens that can have a gradient. If no token can, metrics are over all loss tokens: with a
-        broken sampler, all rewards may be 0, and then the logprob gap must still be visible.
+        broken sampler, all rewards may be 0, and then the logprob gap must still be visible. A backend calls the loss
+        with such a micro-batch only if no sequence of the whole batch can have a gradient.
         """
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)

@@ -76,15 +76,17 @@ class LossWorker:
         return dict(zip(names, self._ranks.sum([float(mine[name]) for name in names]), strict=True))
 
     def _live(self, batch: Batch, loss: Loss) -> Batch:
-        """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
-        if not batch.sequences:
-            return batch
+        """Return the batch without units that cannot change the loss. It is empty on a rank that has no other units.
+
+        If no rank has other units, one unit stays on each, so that the metrics exist.
+        """
         live = self._of_loss(batch, loss)
+        (somewhere,) = self._ranks.sum([float(live.any())])
         if live.all():
             return batch
         units = batch.units()
-        kept = [unit for unit in units if live[unit].any()] or units[:1]
-        return batch.take(np.concatenate(kept))
+        kept = [unit for unit in units if live[unit].any()] or ([] if somewhere else units[:1])
+        return batch.take(np.concatenate(kept) if kept else np.zeros(0, np.int64))
 
     def live(self, batch: Batch | None, loss: Spec) -> Any:
         """Return which sequences [B] of a batch can change the loss. None where the batch is another rank's."""
@@ -145,6 +147,11 @@ def _refuse_result(loss: Loss, result: Any, outputs: Mapping[str, Tensor]) -> No
         raise WhetError(f"{who} returned {type(result).__name__}, wanted a LossResult")
     if result.terms.keys() - loss.weights.keys():
         raise WhetError(f"{who} returned the terms {_listed(result.terms)}, and has weights of {_listed(loss.weights)}")
+    given: Mapping[str, Any] = result.metrics
+    for name, metric in given.items():
+        if not isinstance(metric, Metric):
+            wanted = "wanted a pair (sum, count), or a Metric, so that micro-batches and ranks can be merged"
+            raise WhetError(f"the metric {name!r} of {who} is {type(metric).__name__}, {wanted}")
     learns = torch.is_grad_enabled() and all(output.requires_grad for output in outputs.values())
     for name, value in result.terms.items():
         if not isinstance(value, Tensor) or value.ndim:

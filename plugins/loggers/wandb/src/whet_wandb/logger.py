@@ -4,10 +4,11 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
+from whet.errors import ConfigError
 from whet.interfaces.logger import RunInfo
 from whet.run.run_folder import RunFolder
 from whet_tracking.logger import STEP, TrackingLogger
@@ -26,16 +27,19 @@ class WandbLogger(TrackingLogger):
         # W&B copies tables here until they are sent. Its own default is in the home folder.
         os.environ.setdefault("WANDB_DATA_DIR", str(run.folder / "wandb"))
         run_id, known = _run_id(run.folder)
-        last, step = offline.last_row(run.folder, run_id) if known and config.mode == "offline" else (-1, -1)
+        settings = wandb.setup().settings  # the environment variables, and the files that `wandb` commands write
+        mode = _mode(config.mode or settings.mode)
+        last, step = offline.last_row(run.folder, run_id) if known and mode == "offline" else (-1, -1)
         self._run = wandb.init(
-            project=config.project, entity=config.entity or None, name=config.name or run.name, id=run_id,
+            project=config.project or settings.project or "whet", entity=config.entity or None,
+            name=config.name or settings.run_name or run.name, id=run_id,
             group=config.group or None, tags=config.tags or None, config=dict(run.config), dir=run.folder,
-            mode=config.mode, resume="allow" if config.mode == "online" else None, reinit="create_new",
+            mode=mode, resume="allow" if mode == "online" else None, reinit="create_new",
             settings=wandb.Settings(
-                console="off", silent=config.mode == "offline", disable_git=True, finish_timeout=config.finish_seconds
+                console="off", silent=mode == "offline", disable_git=True, finish_timeout=config.finish_seconds
             ),
         )  # fmt: skip
-        if config.mode == "online":
+        if mode == "online":
             last = self._run.starting_step - 1
             step = int(self._run.summary.get(STEP, -1)) if last >= 0 else -1
         self._next: int | None = last + 1  # of the first row; W&B counts on from there
@@ -59,6 +63,20 @@ class WandbLogger(TrackingLogger):
     def finish(self, failed: bool) -> None:
         """End the run; W&B marks it as finished or failed."""
         self._run.finish(exit_code=int(failed))
+
+
+def _mode(name: str) -> Literal["online", "offline", "disabled"]:
+    """Return a mode of W&B by its name of today. Raises `ConfigError` for a mode that this logger lacks."""
+    match name:
+        case "online" | "run":
+            return "online"
+        case "offline" | "dryrun":
+            return "offline"
+        case "disabled":
+            return "disabled"
+    raise ConfigError(
+        f"WANDB_MODE is {name!r}, wanted `online`, `offline` or `disabled`; change it, or set the logger's `mode`"
+    )
 
 
 def _run_id(folder: Path) -> tuple[str, bool]:

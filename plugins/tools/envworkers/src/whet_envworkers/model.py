@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from whet.data import messages as spoken
 from whet.data.messages import Conversation
-from whet.data.records import Reply, recordable
+from whet.data.records import Reply, recordable, stops
 from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import Address, EpisodeInfo
 from whet_envworkers.messages import Message, raised
@@ -84,7 +84,7 @@ class RemoteModel:
         stop: Sequence[str] = (), temperature: float | None = None, prefill: str = "",
     ) -> Reply:  # fmt: skip
         """See `Model.reply`."""
-        settings = {"max_tokens": max_tokens, "stop": list(stop), "temperature": temperature, "prefill": prefill}
+        settings = {"max_tokens": max_tokens, "stop": list(stops(stop)), "temperature": temperature, "prefill": prefill}
         reply: Reply = await self._playing.ask(
             "reply", of=self._number, messages=list(spoken.conversation(messages)), settings=settings
         )
@@ -159,7 +159,8 @@ class RemoteRole:
     ) -> Reply:  # fmt: skip
         """See `Responder.reply`."""
         settings = {
-            "seed": seed, "max_tokens": max_tokens, "stop": list(stop), "temperature": temperature, "prefill": prefill,
+            "seed": seed, "max_tokens": max_tokens, "stop": list(stops(stop)), "temperature": temperature,
+            "prefill": prefill,
         }  # fmt: skip
         reply: Reply = await self._ask("reply", messages, settings)
         return reply

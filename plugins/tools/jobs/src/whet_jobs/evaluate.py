@@ -5,11 +5,12 @@ from pathlib import Path
 import click
 
 from whet.cli.command import Command, config_arguments, warn_of_broken
+from whet.errors import WhetError
 
 
 @click.command("eval", cls=Command)
 @config_arguments
-@click.option("--out", type=click.Path(file_okay=False), help="A folder for evaluation.json and its records.")
+@click.option("--out", type=click.Path(file_okay=False), help="A new or empty folder for evaluation.json and records.")
 @click.option("--model", type=click.Path(), help="A model folder to evaluate instead of the config's model.path.")
 @click.option("--against", type=click.Path(exists=True), help="An evaluation.json, or its folder, to compare with.")
 def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: str | None, against: str | None) -> None:
@@ -17,7 +18,10 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
     from whet_jobs.jobs import evaluate as evaluate_config
+    from whet_jobs.jobs import used
 
+    if out and (words := used(Path(out))):
+        raise WhetError(f"{words}; wanted a new or an empty one for the evaluation: give --out another folder")
     registry = load_plugins()
     warn_of_broken(registry)
     other = Path(against) if against else None

@@ -97,6 +97,16 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
+def used(out: Path) -> str:
+    """Return in words that `out` exists and is no empty folder, and what it holds; empty: it can be written to."""
+    if not out.exists():
+        return ""
+    if not out.is_dir():
+        return f"{out} is no empty folder"
+    held = sorted(file.name for file in out.iterdir())
+    return f"{out} is no empty folder: it holds {', '.join(held[:3])}{', ...' * (len(held) > 3)}" if held else ""
+
+
 def export(
     run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None, overrides: Sequence[str] = ()
 ) -> int:  # fmt: skip
@@ -108,8 +118,8 @@ def export(
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
-    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
-        raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
+    if words := used(Path(out)):
+        raise CheckpointError(f"{words}; choose another one for the model")
     changes = [*overrides, *_alone(run.path / "config.yaml")]
     prepared = prepare(run.path / "config.yaml", changes, config_only=False, trains=False)
     if step == "best":

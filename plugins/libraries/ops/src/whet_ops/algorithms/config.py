@@ -34,10 +34,11 @@ class OverlongSection:
     """Largest penalty for a long response, subtracted from its reward (DAPO's soft overlong punishment); 0: no
     penalty."""
     buffer: int = field(default=0, validator=between(0, TOKENS))
-    """Number of tokens below `length` over which the penalty rises from 0 to its largest value."""
+    """Number of tokens below `length` over which the penalty rises from 0 to its largest value. With 0, the whole
+    penalty is for responses longer than `length`, which must then be given."""
     length: int = field(default=0, validator=between(0, TOKENS))
     """Longest response: the number of tokens that the model produces in all turns of an episode; 0:
-    `rollout.max_tokens`."""
+    `rollout.max_tokens`, so give it where episodes have several turns."""
     bounded: bool = True
     """Whether the penalty stays at its largest value beyond `length`, as in DAPO's paper and TRL. If false, the
     penalty keeps rising, as in verl and NeMo RL."""
@@ -224,7 +225,7 @@ class PolicyLossConfig(AverageConfig):
     """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
     entropy_mean: Literal["loss", "token"] = "loss"
     """The mean of the bonus. `loss`: by `aggregation`, as in verl; with `constant` it is divided by `max_length`, too.
-    `token`: over all trained tokens, as in TRL."""
+    `token`: over all trained tokens, as in TRL without `top_entropy_quantile`; with it, TRL counts the chosen alone."""
 
     @property
     def reads_entropy(self) -> bool:
@@ -327,6 +328,13 @@ def shaping_problems(
     if overlong.penalty and overlong.buffer > longest:
         yield Problem(
             "algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of a response"
+        )
+    if overlong.penalty and not overlong.buffer and not overlong.length:
+        yield Problem(
+            "algorithm.overlong.penalty",
+            f"has no effect: without a buffer it is for responses longer than the {longest} tokens of "
+            "rollout.max_tokens, and no turn is longer; set algorithm.overlong.buffer, for a penalty that rises, or "
+            "algorithm.overlong.length",
         )
     if overlong.buffer and not overlong.penalty:
         yield Problem("algorithm.overlong.buffer", "has no effect without a penalty; set algorithm.overlong.penalty")

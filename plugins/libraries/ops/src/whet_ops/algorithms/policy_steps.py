@@ -20,7 +20,7 @@ from whet.data.metrics import Metric, histogram, largest, mean, smallest
 from whet_ops import correction
 from whet_ops.algorithms.config import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
 from whet_ops.kl import kl_estimate, log_ratio
-from whet_ops.members import conversations, joined, of_members
+from whet_ops.members import conversations, joined, of_members, with_mask
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
 from whet_ops.shaping import adapted_weight, overlong_penalty
 
@@ -108,7 +108,7 @@ def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metric
     _, conversation = conversations(batch)
     cut = ~np.asarray(joined(batch)["stopped"])
     kept = batch["loss_mask"] & ~expand(cut[conversation], batch["lengths"])
-    return batch.with_columns(loss_mask=kept), {"overlong/masked": mean(int(cut.sum()), len(cut))}
+    return with_mask(batch, kept), {"overlong/masked": mean(int(cut.sum()), len(cut))}
 
 
 def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -> tuple[Batch, Metrics]:
@@ -191,7 +191,7 @@ def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection)
         "top_entropy/share": mean(int(chosen.sum()), int(mask.sum())),
     }
     if not section.count_rest:
-        return batch.with_columns(loss_mask=chosen), metrics
+        return with_mask(batch, chosen), metrics
     advantages = of_tokens(batch, "advantages")
     return batch.with_columns(advantages=np.where(chosen, advantages, np.float32(0)).astype(np.float32)), metrics
 
@@ -264,7 +264,7 @@ def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metric
             "correction/weight/mean": mean(float(seen.sum()), len(seen)),
             "correction/weight/max": largest(float(seen.max())),
         }
-    return batch.with_columns(advantages=advantages, loss_mask=kept), metrics
+    return with_mask(batch.with_columns(advantages=advantages), kept), metrics
 
 
 def _tokens(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
