@@ -45,6 +45,15 @@ def test_outputs_are_those_of_one_rank(build, folders, make_batch, split):
 
 
 @pytest.mark.slow
+def test_a_rank_without_a_sequence_that_can_learn_takes_the_step_of_one_rank(build, make_batch):
+    batch = make_batch(5)
+    lone = batch.with_columns(advantages=(np.arange(batch.sequences) == 0).astype(np.float32))
+    spec = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
+    one, two = build("qwen3"), build("qwen3", 2, {}, micro_batch_tokens=40)
+    np.testing.assert_allclose(steps_of(two, [lone, batch], spec), steps_of(one, [lone, batch], spec), rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_values_are_those_of_one_rank_and_of_the_exported_classifier(build, folders, make_batch, tmp_path, split):
     import torch
