@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 
@@ -33,9 +34,7 @@ def main() -> None:
         code = 128 + signal.SIGTERM
     _let_go_of_readers()
     gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
-    late = threading.Timer(_PATIENCE_SECONDS, _leave, [code])
-    late.daemon = True
-    late.start()
+    threading.Thread(target=_leave, args=[code], daemon=True).start()
     sys.exit(code)
 
 
@@ -53,11 +52,14 @@ def _disarm() -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process without waiting for threads that do not end, such as one in which an environment is blocked."""
-    if left := [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]:
-        with suppress(OSError, AttributeError):
-            print(f"ended without {', '.join(left)}: threads that are still busy", file=sys.stderr, flush=True)
-        os._exit(code)
+    """End the process if nothing but calls of `asyncio.to_thread` keeps it: an environment may be blocked in one."""
+    left = [""]
+    while not all(name.startswith("asyncio_") for name in left) or not left:
+        time.sleep(_PATIENCE_SECONDS)
+        left = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    with suppress(OSError, AttributeError):
+        print(f"ended without {', '.join(left)}: blocked calls of asyncio.to_thread", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _let_go_of_readers() -> None:

@@ -333,7 +333,7 @@ def _one_line(error: Exception) -> str:
     """Return the message of an error on one line. Validators of attrs have further arguments, which are left out."""
     words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
     kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
-    return kind + " ".join(words.split()) or type(error).__name__
+    return kind + " ".join(words.split()) if words else type(error).__name__
 
 
 def _items_of(validator: Any, value: Any) -> list[tuple[object, Any, Any]] | None:

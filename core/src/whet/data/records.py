@@ -105,9 +105,10 @@ class Sampling:
 
 def stops(found: Sequence[str]) -> tuple[str, ...]:
     """Return stop strings as a tuple. Raises `DataError` for a single string, whose characters they would be."""
-    if isinstance(found, str) or not all(found):
+    strings = tuple(found)
+    if isinstance(found, str) or not all(strings):
         raise DataError(f"stop is {found!r}, wanted a list of strings with at least one character each")
-    return tuple(found)
+    return strings
 
 
 @frozen(eq=False)

@@ -313,7 +313,7 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None
         if not hook.has_spec() and not all(implementation.optionalhook for implementation in own):
             known = [name for name in vars(manager.hook) if getattr(manager.hook, name).has_spec()]
             raise PluginError(f"whet has no hook {hook.name!r}{choice_words(hook.name, known)}")
-        if whose != "its" and hook.name not in _OF_RUNS:
+        if whose != "its" and hook.name not in _OF_RUNS and hook.has_spec():
             raise PluginError(f"{whose} {hook.name} is never called: plugins are asked before a run builds the object")
         if hook.name in _WRAPPED and not all(implementation.wrapper for implementation in own):
             raise PluginError(

@@ -44,7 +44,7 @@ class Observers:
     def __init__(self, manager: pluggy.PluginManager, folder: RunFolder) -> None:
         if not manager.has_plugin("whet"):
             manager.register(CoreHooks(), name="whet")
-        self.hooks, self._manager = manager.hook, manager
+        self.hooks = manager.hook
         self.failed = False
         """Whether the run failed; loggers are told when they are closed."""
         self._folder = folder
@@ -61,14 +61,14 @@ class Observers:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send a finished step's metrics to loggers and hooks."""
         self._tell("log", step, numbers)
-        plugins = [implementation.plugin for implementation in self.hooks.whet_step_finished.get_hookimpls()]
-        for plugin in reversed(plugins):  # one by one: of a call of all, the first error is the end
-            alone = self._manager.subset_hook_caller("whet_step_finished", [p for p in plugins if p is not plugin])
-            try:
-                for found in alone(step=step, metrics=numbers):
-                    check_ran(found, "it")
+        given = {"step": step, "metrics": numbers}
+        for hook in reversed(self.hooks.whet_step_finished.get_hookimpls()):
+            try:  # one by one: in a call of all, the first error is the end
+                check_ran(hook.function(*(given[name] for name in hook.argnames)), "it")
             except (Exception, SystemExit) as error:
-                self._note(f"hook whet_step_finished of {getattr(plugin, '__name__', type(plugin).__name__)}", error)
+                who, kind = hook.plugin, type(hook.plugin)
+                name = getattr(who, "__name__", f"{kind.__module__}.{kind.__qualname__}")
+                self._note(f"hook whet_step_finished of {name}", error)
 
     def status(self, text: str) -> None:
         """Send to loggers what the run waits for."""

@@ -130,7 +130,8 @@ def _of_others(rewards: NDArray[Any], owner: NDArray[Any], unbiased: bool) -> ND
         if number > 2:  # with fewer, the other sample is equal to itself
             every = np.broadcast_to(rewards[members], (number, number))
             others = every[~np.eye(number, dtype=bool)].reshape(number, number - 1)
-            equal = others.min(1) == others.max(1)  # a deviation of equal numbers may be a rounding error
+            # A deviation of equal numbers is a rounding error, and must not be a divisor.
+            equal = others.max(1) - others.min(1) <= 1e-12 * np.abs(others).max(1)
             found[members] = np.where(equal, 0.0, others.std(1, ddof=int(unbiased)))
     return found
 

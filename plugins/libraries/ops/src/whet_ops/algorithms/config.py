@@ -332,9 +332,8 @@ def shaping_problems(
     if overlong.penalty and not overlong.buffer and not overlong.length:
         yield Problem(
             "algorithm.overlong.penalty",
-            f"has no effect: without a buffer it is for responses longer than the {longest} tokens of "
-            "rollout.max_tokens, and no turn is longer; set algorithm.overlong.buffer, for a penalty that rises, or "
-            "algorithm.overlong.length",
+            f"is for responses longer than the {longest} tokens of rollout.max_tokens, and no turn is longer; set "
+            "algorithm.overlong.buffer, for a penalty that rises, or algorithm.overlong.length, for that of all turns",
         )
     if overlong.buffer and not overlong.penalty:
         yield Problem("algorithm.overlong.buffer", "has no effect without a penalty; set algorithm.overlong.penalty")
