@@ -145,10 +145,14 @@ open("there", "w").close()
 
 LEAVES_A_THREAD = """
 import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import whet.cli, whet.cli.app
 whet.cli._PATIENCE_SECONDS = 1.0
 def blocked():
-    threading.Thread(target=threading.Event().wait, name="asyncio_0").start()
+    submit = ThreadPoolExecutor(thread_name_prefix="asyncio").submit
+    daemon = threading.Thread(target=submit, args=[threading.Event().wait], daemon=True)
+    daemon.start()
+    daemon.join()
     threading.Thread(target=time.sleep, args=[3.0], name="upload").start()
     return 3
 whet.cli.app.run_command = blocked

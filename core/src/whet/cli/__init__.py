@@ -53,10 +53,14 @@ def _disarm() -> None:
 
 def _leave(code: int) -> None:
     """End the process if nothing but calls of `asyncio.to_thread` keeps it: an environment may be blocked in one."""
-    left = [""]
-    while not all(name.startswith("asyncio_") for name in left) or not left:
+    left, others = list[str](), True
+    while others or not left:
         time.sleep(_PATIENCE_SECONDS)
-        left = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+        alive = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        left = [
+            thread.name for thread in alive if thread.name.startswith("asyncio_")
+        ]  # joined, though they are daemons
+        others = any(not thread.daemon and thread.name not in left for thread in alive)
     with suppress(OSError, AttributeError):
         print(f"ended without {', '.join(left)}: blocked calls of asyncio.to_thread", file=sys.stderr, flush=True)
     os._exit(code)
