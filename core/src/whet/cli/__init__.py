@@ -57,9 +57,8 @@ def _leave(code: int) -> None:
     while others or not left:
         time.sleep(_PATIENCE_SECONDS)
         alive = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        left = [
-            thread.name for thread in alive if thread.name.startswith("asyncio_")
-        ]  # joined, though they are daemons
+        # Python joins these, although they are daemons.
+        left = [thread.name for thread in alive if thread.name.startswith("asyncio_")]
         others = any(not thread.daemon and thread.name not in left for thread in alive)
     with suppress(OSError, AttributeError):
         print(f"ended without {', '.join(left)}: blocked calls of asyncio.to_thread", file=sys.stderr, flush=True)
