@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -85,10 +84,7 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
     """Return the overrides that put local files in the place of those a recipe names."""
     document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
-    for name, role in document.get("roles", {}).items():
-        if "model" in role:
-            judges = role.get("head") == "value"
-            given.append(f"roles.{name}.model.path={with_value_head(model, folder / 'judge') if judges else model}")
+    given += [f"roles.{name}.model.path={model}" for name, role in document.get("roles", {}).items() if "model" in role]
     for part in ("train", "validation"):
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
     evaluated = document.get("evaluation", {}).get("environments", ())
@@ -97,15 +93,6 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
             given += [f"{path}.{i}.dataset={records}"] * ("dataset" in entry)
             given += [f"{path}.{i}.environment.dataset={records}"] * ("dataset" in entry.get("environment", ""))
     return given
-
-
-def with_value_head(model: Path, folder: Path) -> Path:
-    """Write a reward model that begins as a model does, and return its folder."""
-    from transformers import AutoModelForSequenceClassification
-
-    shutil.copytree(model, folder)
-    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
-    return folder
 
 
 def small(recipe: Path) -> list[str]:
