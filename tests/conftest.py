@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -49,6 +50,20 @@ class Ended:
         *_, error = self.errors.partition("Error: ")
         assert error, self.errors
         return error.strip()
+
+
+@pytest.fixture
+def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Return a function that writes a model with a new value head beside it, as a judge, and returns the folder."""
+
+    def write(model: Path) -> Path:
+        from transformers import AutoModelForSequenceClassification
+
+        folder = shutil.copytree(model, tmp_path_factory.mktemp("judge"), dirs_exist_ok=True)
+        AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
+        return folder
+
+    return write
 
 
 @pytest.fixture(scope="session")

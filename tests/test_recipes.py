@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,13 @@ def whole(recipe: Path) -> dict[str, Any]:
     return {**below, **document, **both}
 
 
-def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
+def local(recipe: Path, model: Path, records: Path, folder: Path, judge_of: Callable[[Path], Path]) -> list[str]:
     """Return the overrides that put local files in the place of those a recipe names."""
     document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
-    given += [f"roles.{name}.model.path={model}" for name, role in document.get("roles", {}).items() if "model" in role]
+    for name, role in document.get("roles", {}).items():
+        if "model" in role:
+            given.append(f"roles.{name}.model.path={judge_of(model) if role.get('head') == 'value' else model}")
     for part in ("train", "validation"):
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
     evaluated = document.get("evaluation", {}).get("environments", ())
@@ -131,8 +134,8 @@ sys.exit(code)
 
 
 @every_recipe
-def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny_model, records, tmp_path):
-    overrides = local(recipe, tiny_model, records, tmp_path)
+def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny_model, records, tmp_path, judge_of):
+    overrides = local(recipe, tiny_model, records, tmp_path, judge_of)
     # The tiny model is shorter than those that recipes are for.
     overrides += ["rollout.max_tokens=100", "rollout.max_context=0"]
     overrides += ["data.max_length=0"] * ("data" in whole(recipe))
@@ -149,8 +152,8 @@ def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny
 
 
 @in_one_process
-def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path):
-    overrides = [*local(recipe, tiny_model, records, tmp_path), *small(recipe)]
+def test_a_recipe_trains(recipe, needed, tiny_model, records, tmp_path, judge_of):
+    overrides = [*local(recipe, tiny_model, records, tmp_path, judge_of), *small(recipe)]
     outcome = run(recipe, overrides)
     assert outcome.finished
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -175,10 +178,10 @@ def test_the_recipe_with_megatron_differs_from_the_one_with_fsdp2_in_the_backend
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here")
 @pytest.mark.parametrize("name", ["learn-sft", "learn-dpo", "learn-rm", "learn-ppo", "learn-distill"])
 def test_a_recipe_trains_alike_with_megatron_in_the_place_of_fsdp2(
-    name, whet, tiny_model_folder, tiny_models, records, tmp_path
+    name, whet, tiny_model_folder, tiny_models, records, tmp_path, judge_of
 ):  # fmt: skip
     recipe = ROOT / "recipes" / f"{name}.yaml"
-    overrides = [*local(recipe, tiny_model_folder, records, tmp_path), *small(recipe), "run.export=false"]
+    overrides = [*local(recipe, tiny_model_folder, records, tmp_path, judge_of), *small(recipe), "run.export=false"]
     sections = {"backend": "backend"} | {role: f"roles.{role}" for role in whole(recipe).get("roles", {})}
     if "teacher" in sections:  # of itself there is nothing to learn
         overrides.append(f"roles.teacher.model.path={tiny_models('llama', seed=1)}")

@@ -18,7 +18,7 @@ from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.files import read_rows
 from whet.data.messages import conversation
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
 from whet.run.compose import run
@@ -233,6 +233,11 @@ def test_environments_that_share_a_judge_ask_it_one_after_another(judged, traine
     rows = [row for number in (1, 2, 3) for row in read_rows(tmp_path / f"grpo/rollouts/step-{number:06}.jsonl")]
     scores = classified(trained / "rm/model", [row["messages"] for row in rows])
     assert [row["rewards"]["judge"] for row in rows] == pytest.approx(list(scores), abs=1e-3)
+
+
+def test_a_judge_that_has_no_value_head_is_refused(judged, tiny_model_folder):
+    with pytest.raises(WhetError, match=r"has no value head .* give the folder of a reward model"):
+        run(judged, [f"roles.judge.model.path={tiny_model_folder}", "run.steps=1"])
 
 
 def test_a_judge_within_another_environment_leaves_its_rewards_beside(judged, trained, tmp_path):

@@ -19,7 +19,7 @@ from whet_start.small_models import make_model
 
 
 @pytest.fixture
-def config(tmp_path, tiny_model_folder, tiny_tokenizer):
+def config(tmp_path, tiny_model_folder, tiny_tokenizer, judge_of):
     teacher = make_model(tmp_path / "teacher", tiny_tokenizer, family="llama", seed=3)
     document = {
         "run": {"folder": str(tmp_path / "run"), "steps": 4, "save_every": 2},
@@ -29,7 +29,7 @@ def config(tmp_path, tiny_model_folder, tiny_tokenizer):
         "roles": {
             "critic": {"like": "backend", "head": "value", "optimizer": {"lr": 2.0e-4}},
             "teacher": {"use": "fsdp2", "model": {"path": str(teacher)}},
-            "judge": {"like": "backend", "head": "value"},
+            "judge": {"like": "backend", "head": "value", "model": {"path": str(judge_of(tiny_model_folder))}},
         },
         "generator": {"use": "hf"},
         "rollout": {"max_tokens": 4},

@@ -87,8 +87,9 @@ def sandbox(tiny_model_folder, tmp_path, monkeypatch) -> Path:
     """A clone after the quickstart: its recipes and examples, and a tiny model in the place of the warm start."""
     for name in ("recipes", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "runs" / "quickstart-0" / "sft").mkdir(parents=True)
-    (tmp_path / "runs" / "quickstart-0" / "sft" / "model").symlink_to(tiny_model_folder)
+    for name in ("quickstart-0/sft", "judge"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "model").symlink_to(tiny_model_folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as for a script that lies there
     monkeypatch.setenv("COLUMNS", "120")

@@ -123,7 +123,7 @@ class Fsdp2Config:
     head: Literal["lm", "value"] = "lm"
     """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
     is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
-    N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
+    N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325). A role that is not trained needs one."""
 
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:

@@ -136,6 +136,7 @@ class HeldModels:
         model = load_model(
             info, config.head, self._seed, dtype=torch.float32 if mastered else torch.bfloat16, ranks=ranks,
             reshard_after_forward=config.reshard_after_forward, low_precision=self._low and mastered,
+            trained=self._trained,
         )  # fmt: skip
         if ranks.size == 1:
             model.to(self._device)

@@ -37,12 +37,12 @@ NEW_HEAD = "score.weight"
 
 def load_model(
     info: ModelInfo, head: str = "lm", seed: int = 0, *, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None,
-    reshard_after_forward: bool = True, low_precision: bool = False,
+    reshard_after_forward: bool = True, low_precision: bool = False, trained: bool = True,
 ) -> Any:  # fmt: skip
     """Return the model of a local folder. Raises `WhetError` if weights are missing, odd or damaged.
 
     With several `ranks` each rank reads its shards only, and `low_precision` computes in bfloat16. If the folder has no
-    `value` head, a new head is drawn from the seed.
+    `value` head, a new head is drawn from the seed, for a model that is trained.
     """
     import transformers
 
@@ -71,6 +71,11 @@ def load_model(
         raise WhetError(f"model.path: the model in {info.path} cannot be loaded: {error}") from error
     missing = report.get("missing_keys") or ()
     if head == "value" and NEW_HEAD in missing:
+        if not trained:
+            raise WhetError(
+                f"model.path: the model in {info.path} has no value head ({NEW_HEAD}), and nothing trains a new one "
+                "here; give the folder of a reward model, such as the export of a run with the algorithm `rm`"
+            )
         _draw_head(model.score.weight, seed)
         report = {**report, "missing_keys": [name for name in missing if name != NEW_HEAD]}
     _refuse_incomplete(info.path, report)

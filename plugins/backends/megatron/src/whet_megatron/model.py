@@ -55,7 +55,7 @@ class HeldModel:
         self._ranks, self._multiple = ranks, config.vocabulary_multiple
         stages = [self._stage(number) for number in range(config.parallel.virtual)]
         self.weights = ModelWeights(stages, self.architecture, info, ranks, value=self.value)
-        drawn = _drawn_head(self.architecture.hidden, seed) if self.value else None
+        drawn = _drawn_head(self.architecture.hidden, seed) if self.value and (trained or config.reference) else None
         if begin:
             foreign.load(begin, self.weights, new_head=drawn)
         else:

@@ -106,7 +106,12 @@ class ModelWeights:
         with stored_weights(folder) as weights:
             self.names = frozenset(self._first_names(weights.names))
             for one in self.ruled.values():
-                if new_head is not None and one.rule == VALUE_HEAD and one.stored[0] not in weights.names:
+                if one.rule == VALUE_HEAD and one.stored[0] not in weights.names:
+                    if new_head is None:
+                        raise WhetError(
+                            f"model.path: the model in {folder} has no value head ({one.stored[0]}), and nothing "
+                            "trains a new one here; give the folder of a reward model"
+                        )
                     one.parameter.copy_(new_head)
                 else:
                     self._read(weights, one, folder)
