@@ -38,21 +38,21 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
     "arithmetic": (
         "models/start-0/model",
         [
-            [sys.executable, "-m", "whet.cli", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
-            [sys.executable, "-m", "whet.cli", "run", "recipes/quickstart-sft.yaml", "run.folder=models/start-0"],
+            [sys.executable, "-m", "whet", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
+            [sys.executable, "-m", "whet", "run", "recipes/quickstart-sft.yaml", "run.folder=models/start-0"],
         ],
     ),
     "experts": (
         "models/experts-0/model",
         [
-            [sys.executable, "-m", "whet.cli", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
+            [sys.executable, "-m", "whet", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
             [
                 sys.executable,
                 "examples/quickstart/make_experts.py",
                 "runs/quickstart-0/start",
                 "models/experts-0/start",
             ],
-            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-moe-sft.yaml"],
+            [sys.executable, "-m", "whet", "run", "recipes/learn-moe-sft.yaml"],
         ],
     ),
     "teacher": (
@@ -61,7 +61,7 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             [
                 sys.executable,
                 "-m",
-                "whet.cli",
+                "whet",
                 "run",
                 "recipes/quickstart-grpo.yaml",
                 "model.path=models/start-0/model",
@@ -75,7 +75,7 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             [
                 sys.executable,
                 "-m",
-                "whet.cli",
+                "whet",
                 "demo",
                 "sliding-puzzle",
                 "--folder",
@@ -83,7 +83,7 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
                 "--steps",
                 "0",
             ],
-            [sys.executable, "-m", "whet.cli", "run", "recipes/sliding-puzzle-sft.yaml"],
+            [sys.executable, "-m", "whet", "run", "recipes/sliding-puzzle-sft.yaml"],
         ],
     ),
     "demonstrations": ("models/preference-0/validation.jsonl", [PREFERENCES]),
@@ -91,15 +91,15 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
         "models/start-preference-0/model",
         [
             PREFERENCES,
-            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
+            [sys.executable, "-m", "whet", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
         ],
     ),
     "judge": (
         "models/start-judge-0/model",
         [
             PREFERENCES,
-            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
-            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-rm.yaml", "run.folder=models/start-judge-0"],
+            [sys.executable, "-m", "whet", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
+            [sys.executable, "-m", "whet", "run", "recipes/learn-rm.yaml", "run.folder=models/start-judge-0"],
         ],
     ),
 }
@@ -231,7 +231,7 @@ def learn(choice: Choice) -> Result:
             subprocess.run(command, check=True)
     shutil.rmtree(choice.folder, ignore_errors=True)
     began, before = time.perf_counter(), children_seconds()
-    subprocess.run([sys.executable, "-m", "whet.cli", "run", choice.entry.recipe, *choice.overrides], check=True)
+    subprocess.run([sys.executable, "-m", "whet", "run", choice.entry.recipe, *choice.overrides], check=True)
     return read(choice, time.perf_counter() - began, children_seconds() - before)
 
 

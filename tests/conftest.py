@@ -93,7 +93,7 @@ def whet(programs: Programs) -> Callable[..., Ended]:
         if python is None:
             done = programs.run(COMMAND, words, folder=folder, variables=its, seconds=seconds)
         else:
-            command = [str(python), "-m", "whet.cli", *words]
+            command = [str(python), "-m", "whet", *words]
             done = subprocess.run(
                 command, capture_output=True, text=True, cwd=folder, env=its, timeout=seconds, check=False
             )

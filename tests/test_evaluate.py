@@ -105,7 +105,7 @@ def test_no_process_is_started_for_the_backend(tmp_path, evaluation, whet, share
 
 def test_in_a_terminal_it_shows_how_far_it_is_and_the_result_goes_to_stdout_alone(tmp_path, evaluation):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "whet.cli", "eval", str(evaluation(tmp_path, workers="inline"))]
+    command = [sys.executable, "-m", "whet", "eval", str(evaluation(tmp_path, workers="inline"))]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
         os.close(theirs)

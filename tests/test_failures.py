@@ -46,7 +46,7 @@ TWO_RANKS = {"ranks": {"backend": 2}}
 
 def started(config: Path) -> subprocess.Popen[str]:
     """Start a run as a program of its own."""
-    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+    command = [sys.executable, "-m", "whet", "run", str(config)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

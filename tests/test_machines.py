@@ -126,7 +126,7 @@ def test_a_trainer_on_one_machine_and_a_generator_on_another_give_the_bits_of_on
     here, there = recipe(tmp_path / "here", 5), recipe(tmp_path / "there", 5, machines)
     done = whet("run", here)
     assert done.code == 0, done.errors
-    remote = machines[0].run(sys.executable, "-m", "whet.cli", "run", there)
+    remote = machines[0].run(sys.executable, "-m", "whet", "run", there)
     assert remote.returncode == 0, remote.stderr
     assert numbers(there.parent / "run") == numbers(here.parent / "run")
     assert json.loads((there.parent / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
@@ -137,7 +137,7 @@ def test_a_trainer_on_one_machine_and_a_generator_on_another_give_the_bits_of_on
 def test_a_cluster_that_wants_a_token_says_so(tmp_path, recipe, machines):
     open_ = {name: value for name, value in machines[0].environment.items() if not name.startswith("RAY_AUTH")}
     there = recipe(tmp_path / "there", 1, machines)
-    done = evolve(machines[0], environment=open_).run(sys.executable, "-m", "whet.cli", "run", there)
+    done = evolve(machines[0], environment=open_).run(sys.executable, "-m", "whet", "run", there)
     assert done.returncode == 1
     address = f"{machines[0].address}:6379"
     assert f"cluster.address: Ray at {address} wants a token that this process does not show" in done.stderr
@@ -149,7 +149,7 @@ def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_sai
     with wired() as machines:
         there = recipe(tmp_path / "there", 100_000, machines, deadlines={"start": 60, "heartbeat": 15})
         metrics = there.parent / "run/metrics.jsonl"
-        command = machines[0].command(sys.executable, "-m", "whet.cli", "run", there)
+        command = machines[0].command(sys.executable, "-m", "whet", "run", there)
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(command, env=machines[0].environment, stdout=said, stderr=said)
         try:

@@ -15,8 +15,8 @@ from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.parallel import ParallelConfig
-from whet_ops.algorithms.config import CorrectionSection, TopEntropySection
-from whet_ops.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
+from whet_ops.algorithms.config import CorrectionSection, CovarianceSection, TopEntropySection
+from whet_ops.algorithms.policy_steps import correct_gap, keep_uncertain, scored, treat_covariance, with_correction
 from whet_testing.batches import random_batch
 from whet_testing.role_context import make_context
 
@@ -31,6 +31,9 @@ LOSSES: list[dict[str, Any]] = [
     {"use": "gmpo", "kl": {"weight": 0.1, "importance": "sampler"}},
     {"use": "sapo", "off_policy": {"threshold": 0.02}, "likelihood": {"weight": 0.2, "at_least": 0.0}},
     {"use": "clipped-pg", "aggregation": "sequence", "count_empty": True, "count_masked": False},
+    {"use": "vespo", "decay_positive": 1.0, "kl": PENALTY},
+    {"use": "dppo", "bound_low": 0.05, "bound_high": 0.05, "aggregation": "sequence"},
+    {"use": "dppo", "divergence": "kl", "bound_low": 0.01, "bound_high": 0.01, "max_weight": 1.1},
     {"use": "ppo-clip", "kl": PENALTY, "likelihood": {"weight": 0.2, "at_least": 0.0}},
 ]
 COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")
@@ -95,7 +98,7 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
 def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(build: Any, other: dict[str, Any]) -> None:
     whole, cut = build(layout="shared"), build(**other)
     for number, document in enumerate(LOSSES):
-        of_sequences = document["use"] == "gmpo" or (document["use"] == "gspo" and "level" not in document)
+        of_sequences = document["use"] in ("gmpo", "vespo") or (document["use"] == "gspo" and "level" not in document)
         batch, loss = batch_for(2 if of_sequences else number, whole), spec(document)
         expected = numbers(whole.train(batch, loss))
         shuffled = concatenate(batch.split(len(batch.units()), seed=number))
@@ -157,3 +160,45 @@ def test_the_tokens_of_high_entropy_do_not_depend_on_layout_order_and_ranks(buil
     assert 0 < kept <= np.ceil(0.3 * batch["loss_mask"].sum())
     trained = numbers(whole.train(expected, loss)), numbers(cut.train(found, loss))
     assert trained[0] == pytest.approx(trained[1], rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        CovarianceSection(method="clip-cov", share=0.2, low=0.01, high=9.0),
+        CovarianceSection(method="kl-cov", share=0.2, weight=0.5),
+    ],
+    ids=["clip-cov", "kl-cov"],
+)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": "packed", "micro_batch_tokens": 30},
+        pytest.param({"ranks": 2, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["packed", "two-ranks"],
+)
+def test_the_tokens_of_large_covariance_do_not_depend_on_layout_order_and_ranks(
+    build: Any, other: dict[str, Any], section: CovarianceSection
+) -> None:
+    whole, cut = build(layout="shared"), build(**other)
+    loss = spec({"use": "clipped-pg", "aggregation": "sequence"})
+    batch = batch_for(2, whole).with_columns(position=np.arange(12))
+    shuffled = concatenate(batch.split(len(batch.units()), seed=3))
+    first, again = (
+        treat_covariance(scored(given, backend, "score", False), section, 5)
+        for given, backend in ((batch, whole), (shuffled, cut))
+    )
+    order, column = np.argsort(again[0]["position"]), "advantages" if section.method == "clip-cov" else "old_kl_weight"
+    np.testing.assert_array_equal(again[0].take(order)[column], first[0][column])
+    assert numbers(again[1]) == pytest.approx(numbers(first[1]), rel=1e-4)
+    assert 0 < first[1]["covariance/share"].number() <= 0.2
+    for _ in range(2):  # at the second step the policy has left the old one
+        expected, found = (
+            numbers(backend.train(given, loss)) for backend, given in ((whole, first[0]), (cut, again[0]))
+        )
+        assert found == pytest.approx(expected, rel=5e-4, abs=5e-5)
+    plain = batch.with_columns(old_logprobs=first[0]["old_logprobs"])
+    assert numbers(whole.evaluate(first[0], loss))["loss"] != pytest.approx(
+        numbers(whole.evaluate(plain, loss))["loss"]
+    )

@@ -133,14 +133,14 @@ def noting(recipe, tmp_path):
 def test_a_run_joins_the_cluster_that_ray_itself_would(head, noting, tmp_path, variables, override):
     given = {name: value.format(address=head.address) for name, value in variables.items()}
     words = [f"cluster.address={override.format(address=head.address)}"] if override else []
-    done = head.run(sys.executable, "-m", "whet.cli", "run", noting, *words, **given)
+    done = head.run(sys.executable, "-m", "whet", "run", noting, *words, **given)
     assert done.returncode == 0, done.stderr
     assert nodes_of(tmp_path) == {head.address}
 
 
 def test_local_is_a_ray_of_its_own_whatever_the_environment_says(head, noting, tmp_path):
     words = "run", noting, "cluster.address=local"
-    done = head.run(sys.executable, "-m", "whet.cli", *words, RAY_ADDRESS=head.address)
+    done = head.run(sys.executable, "-m", "whet", *words, RAY_ADDRESS=head.address)
     assert done.returncode == 0, done.stderr
     assert head.address not in nodes_of(tmp_path)
 
@@ -148,7 +148,7 @@ def test_local_is_a_ray_of_its_own_whatever_the_environment_says(head, noting, t
 @jobs
 def test_a_job_of_the_cluster_runs_in_it_under_names_that_can_be_read(head, noting, tmp_path):
     submit = *RAY, "job", "submit", "--address", head.dashboard, "--"
-    done = head.run(*submit, sys.executable, "-m", "whet.cli", "run", noting)
+    done = head.run(*submit, sys.executable, "-m", "whet", "run", noting)
     assert done.returncode == 0, done.stdout + done.stderr
     assert nodes_of(tmp_path) == {head.address}
     assert (tmp_path / "named/model").is_dir()

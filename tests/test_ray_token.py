@@ -34,7 +34,7 @@ def test_programs_of_an_environment_do_not_see_it_also_after_a_worker_was_replac
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     if whose == "theirs":
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+    command = [sys.executable, "-m", "whet", "run", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "restarted" in (tmp_path / "run/journal.jsonl").read_text()

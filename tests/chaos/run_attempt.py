@@ -114,7 +114,7 @@ class RunAttempt:
         self.output = subject.folder / f"output-{number}.txt"
         self.moments.write_text("")
         told = {"CHAOS_MOMENTS": str(self.moments), "TMPDIR": str(subject.temporary), "COLUMNS": "200"}
-        command = [*prefix, sys.executable, "-m", "whet.cli", "run", str(config), *overrides]
+        command = [*prefix, sys.executable, "-m", "whet", "run", str(config), *overrides]
         if through:
             command = ["bash", "-c", f'"$0" "$@" 2>&1 | {through}; exit ${{PIPESTATUS[0]}}', *command]
         with self.output.open("wb") as stream:

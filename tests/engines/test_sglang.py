@@ -107,7 +107,7 @@ def test_a_killed_engine_is_replaced_with_the_current_weights_and_none_outlives_
         rollout={"max_tokens": 64},
         cluster={"threads": {"backend": 1, "generator": 1}, "colocate": []},
     )
-    command, run = [sys.executable, "-m", "whet.cli", "run", str(config)], tmp_path / "run"
+    command, run = [sys.executable, "-m", "whet", "run", str(config)], tmp_path / "run"
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:

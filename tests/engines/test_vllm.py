@@ -71,7 +71,7 @@ def test_an_adapter_alone_and_merged_gives_the_engine_the_same_logprobs(tmp_path
 
 def run(config: Path, python: object = sys.executable) -> None:
     """Run a config as people do; an engine takes its time to start."""
-    command = [str(python), "-m", "whet.cli", "run", str(config)]
+    command = [str(python), "-m", "whet", "run", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -208,7 +208,7 @@ def long_run(tmp_path, model, small_run):
             rollout={"max_tokens": 64},
             cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
         )
-        command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+        command = [sys.executable, "-m", "whet", "run", str(config)]
         with (tmp_path / "output").open("wb") as output:
             started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
         return started[-1]

@@ -52,8 +52,7 @@ class RoleNeed:
     trained: bool = False
     """Whether the model is trained, and thus saved with the run. If not, its weights do not change."""
     conversations: bool = False
-    """Whether the model reads whole conversations of episodes. No conversation may then have more tokens than the
-    model has positions."""
+    """Whether the model reads whole conversations of episodes. None may have more tokens than its positions."""
     generates: bool = False
     """Whether the model writes responses: its section chooses a generator. Only an environment can ask for this."""
 
@@ -201,8 +200,7 @@ class WorkerFacts(Facts):
     ranks: int = 1
     """Number of worker processes that the component needs."""
     problems: "Callable[[int], Iterable[Problem]] | None" = None
-    """(number of ranks of the role) -> what this number or the model does not allow. Paths are within the component's
-    section."""
+    """(ranks of the role) -> what that number or the model does not allow. Paths are within the component's section."""
     processes: int = 1
     """Number of processes over which each rank splits its model, e.g. by tensor parallelism. Each process receives
     weights. If there are GPUs, each process has one."""
@@ -213,8 +211,7 @@ class WorkerFacts(Facts):
     """For the transport `in-place`: the form in which weights lie in memory, e.g. `transformers`: whole tensors by the
     names of a class of `transformers`. Both ends must have the same form."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
-    """(number of ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: the memory is
-    unknown."""
+    """(ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: it is unknown."""
     forecast: object = None
     """How the peak of each phase is predicted, for the feature `memory-forecast`. None: from `memory` alone."""
     sleeps: tuple[str, ...] = ()
@@ -270,11 +267,9 @@ class EnvironmentFacts(Facts):
     roles: Mapping[str, RoleNeed] = field(factory=dict)
     """Further models that it uses, by their names under `roles`."""
     states_answers: bool | None = None
-    """Whether the environment has a `final_answer`, which majority votes need. None: this is known only after the
-    environment is built."""
+    """Whether the environment has a `final_answer`, which majority votes need. None: not known before it is built."""
     splits: tuple[str, ...] | None = None
-    """The names of all splits. `whet check` refuses every other name. None: they are known only after the environment
-    is built."""
+    """The names of all splits; `whet check` refuses every other. None: known once the environment is built."""
 
 
 @frozen(kw_only=True)

@@ -39,9 +39,7 @@ def main() -> None:
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM, as KeyboardInterrupt is by Ctrl-C. Code that handles errors or SystemExit must not
-    swallow it.
-    """
+    """Raised by SIGTERM, as KeyboardInterrupt is by Ctrl-C. Code that handles errors must not swallow it."""
 
 
 def _disarm() -> None:

@@ -17,9 +17,7 @@ def to_spec(selection: Selection) -> Spec:
 
 
 def build(spec: Spec, *args: Any) -> Any:
-    """Import the target and call it with its config, then `args`. Needs no plugin registry, so it works in any
-    process.
-    """
+    """Import the target and call it with its config, then `args`. Works in any process, without a plugin registry."""
     target = resolve(spec.target)
     if not spec.config_type:
         return target(spec.config, *args)

@@ -60,9 +60,7 @@ class DeadlinesSection:
 
 @frozen
 class RecoverySection:
-    """What happens when a worker process dies or hangs. An exception that a worker raises always ends the run
-    at once.
-    """
+    """What happens when a worker process dies or hangs. An exception that a worker raises ends the run at once."""
 
     enabled: bool = field(default=True, metadata={"off": False})
     """`false`: the first death ends the run with its error."""
@@ -92,8 +90,7 @@ class ClusterSection:
     """Number of GPUs of each role; none named: the CPU. A role that shares the devices of roles with GPUs must be
     named, with 0 for the CPU. One rank for each GPU unless `ranks` states otherwise."""
     threads: dict[str, int] = field(factory=dict, validator=_RANKS)
-    """Compute threads of each rank of a role. By default the machine's cores are divided among the ranks that work at
-    the same time."""
+    """Compute threads of each rank of a role. By default the ranks that work at once divide the machine's cores."""
     colocate: list[list[str]] | None = field(default=None, metadata=renamed("share"))
     """Groups of roles that share their devices and take turns. They share their worker processes, too, except roles of
     different Python environments and, on GPUs, roles whose ranks take different numbers of GPUs. By default all roles
@@ -115,8 +112,7 @@ class ClusterSection:
     transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "disk"] = field(
         default="", metadata=renamed(tcp="shared-memory")
     )
-    """How weights are sent from backend to generator. Empty: the fastest way that both support and their placement
-    allows."""
+    """How weights are sent from backend to generator. Empty: the fastest way that both and their placement allow."""
     python: dict[str, str] = field(factory=dict, converter=_absolute_paths, metadata={"names_path": True})
     """The Python environment of a role's worker processes, if it is not the driver's: the name of an environment
     in `WHET_ENVIRONMENTS`, by default `~/.local/share/whet/environments`, or a path, which contains a slash, e.g.

@@ -27,9 +27,7 @@ class Document:
     """The tree of YAML nodes, which know their lines."""
 
     def line(self, path: Sequence[str]) -> int | None:
-        """Return the line of a key or item, or of the deepest part of its path that exists. None: nothing of it
-        exists.
-        """
+        """Return the line of a key or item, or of the deepest part of its path that exists. None: no part exists."""
         node, line = self.node, None
         for key in path:
             found = _step(node, key)

@@ -158,8 +158,7 @@ class EnvironmentSection:
     weight_schedule: dict[int, float] = field(
         factory=dict, validator=deep_mapping(between(0, STEPS), between(0, FACTOR))
     )
-    """Factors of `weight` by step, e.g. `{0: 1, 100: 0.2}`. Straight lines lead from one to the next; the last one
-    stays. Empty: 1."""
+    """Factors of `weight` by step, e.g. `{0: 1, 100: 0.2}`, linear in between; the last one stays. Empty: 1."""
     group_size: int = field(default=0, validator=between(0, GROUP))
     """For training: number of samples of one task; 0: as the algorithm has it."""
     sampling: SamplingSection = attrs.Factory(SamplingSection)
@@ -284,8 +283,7 @@ class EvaluationSection:
     max_tokens: int = field(default=0, validator=between(0, TOKENS))
     """Longest completion of one turn, in tokens; 0: as in `rollout`."""
     pass_at: list[int] = field(factory=list, validator=_COUNTS)
-    """Estimate pass@k for each of these k: the probability that at least one of k responses passes. No k may be above
-    `samples`."""
+    """Estimate pass@k for each of these k, up to `samples`: the probability that at least one of k responses passes."""
     majority_at: list[int] = field(factory=list, validator=_COUNTS)
     """Estimate maj@k for each of these k: the probability that the most frequent answer of k samples passes. No k may
     be above `samples`. Needs environments that extract final answers."""

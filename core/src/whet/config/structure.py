@@ -1,6 +1,4 @@
-"""Converts a document of builtins to attrs classes and back. Strict: all problems of the document are reported
-at once.
-"""
+"""Converts a document of builtins to attrs classes and back. Strict: reports all problems of the document at once."""
 
 import types
 import typing
@@ -319,9 +317,7 @@ def _off_words(value: object, fields: "Mapping[str, attrs.Attribute[Any]]") -> s
 
 
 def config_fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
-    """Return the fields that a config can set, by key, with their types resolved. Raises `PluginError` where a type
-    cannot be resolved.
-    """
+    """Return the fields that a config can set, by key, with resolved types. Raises `PluginError` where one has none."""
     try:
         attrs.resolve_types(cls)
     except Exception as error:  # any type: annotations are a plugin's code

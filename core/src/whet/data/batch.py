@@ -123,9 +123,7 @@ class Batch:
         return [members[i] for i in np.argsort(first, kind="stable")]
 
     def split(self, parts: int, seed: int | None = None) -> "list[Batch]":
-        """Split into minibatches of whole units, with nearly equal numbers of units. With a seed, shuffle the units
-        first.
-        """
+        """Split into minibatches of whole units, of nearly equal numbers of units. With a seed, shuffle them first."""
         units = self.units()
         if parts > len(units):
             raise ValueError(f"cannot split {len(units)} units into {parts} minibatches")

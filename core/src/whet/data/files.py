@@ -128,9 +128,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _error_number(error: Exception) -> int | None:
-    """Return the system's error number (errno). Libraries in Rust, such as safetensors, have it only in the error's
-    text.
-    """
+    """Return the system's error number (errno). Libraries in Rust, such as safetensors, have it only in the text."""
     if isinstance(error, OSError):
         return error.errno
     told = re.search(r"\(os error (\d+)\)$", str(error))

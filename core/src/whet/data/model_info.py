@@ -50,9 +50,7 @@ class ModelInfo:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Return the modules of `transformers` that hold the model's code, so that they can be imported ahead
-        of need.
-        """
+        """Return the modules of `transformers` that hold the model's code, so that they can be imported early."""
         family = str(self.config.get("model_type") or "").replace("-", "_")
         own = () if "auto_map" in self.config or not family else (f"transformers.models.{family}.modeling_{family}",)
         return ("transformers.models.auto.modeling_auto", *own)
@@ -160,9 +158,7 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
 
 
 def write_chat_template(model: ModelInfo, folder: str | Path) -> None:
-    """Write the chat template that the model was trained with into an exported folder, if it is not the
-    folder's own.
-    """
+    """Write the chat template that the model was trained with into an exported folder, unless it is the folder's."""
     if model.chat_template:
         (Path(folder) / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
 

@@ -39,9 +39,7 @@ GOLD_CHARACTERS = 2_000
 
 
 def gold_answer(task: Task) -> str | None:
-    """Return the reference answer of a task as text: `answer` in its data, else all of its data. None: it has
-    no data.
-    """
+    """Return the reference answer of a task as text: `answer` in its data, or all its data. None: it has no data."""
     if not task.data:
         return None
     held = task.data.get(GOLD, task.data)
@@ -226,8 +224,7 @@ class Trajectory:
     stop: Stop | Literal["context"]
     """Why the last completion ended. `context`: the context was full when the environment asked for another one."""
     turns: tuple[tuple[int, int], ...] = ()
-    """The model's responses: the position of the first token, and the position after the last token. A prefill is not
-    in it."""
+    """The model's responses: the positions of the first token and after the last one. A prefill is not in it."""
     agent: str = ""
     """The agent that the sequence belongs to; empty: the only agent."""
     part: int = 0

@@ -84,9 +84,7 @@ class Backend(Protocol):
         """Return the metrics of the loss, including its value, computed without gradient."""
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Return model outputs, computed without gradient. Each is a NumPy array [N] or [N, K], 0 where `loss_mask` is
-        false.
-        """
+        """Return model outputs without gradient. Each is a NumPy array [N] or [N, K], 0 where `loss_mask` is false."""
 
     def send_weights(self, spec: "TransferSpec") -> "Pending":
         """Start to send the weights of one transfer. The call is done when every bucket has been received."""

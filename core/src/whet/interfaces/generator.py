@@ -38,8 +38,7 @@ class Listener:
     call: "Callable[[Progress], None]"
     """Called on the event loop of the caller. It must not wait."""
     likeliest: int = 0
-    """The number of likeliest tokens that are wanted at each position; only for generators whose facts list
-    `likeliest`."""
+    """The number of likeliest tokens wanted at each position; only for generators whose facts list `likeliest`."""
 
 
 listener: "ContextVar[Listener | None]" = ContextVar("listener", default=None)

@@ -54,8 +54,7 @@ class TransferSpec:
     kept: bool = True
     """For `broadcast` and `cuda-ipc`: whether senders keep a copy of the weights for late receivers."""
     adapter: AdapterInfo | None = None
-    """The stream holds this adapter alone, by the names and shapes of PEFT. None: all weights, with any adapter merged
-    into them."""
+    """The stream holds this adapter alone, by PEFT's names and shapes. None: all weights, with adapters merged."""
     weights: str = "policy"
     """The set of weights that is sent: `policy`, or `trial` for a probe; see `whet.interfaces.backend.Weights`."""
 

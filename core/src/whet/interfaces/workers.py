@@ -190,8 +190,7 @@ class Replacing(Protocol):
     """The permission for a generator to replace lost replicas, and the way to send them weights."""
 
     losses: Counter[str]
-    """By request id: the number of replicas that were lost while they ran this request. The counts outlive the
-    generator."""
+    """By request id: the number of replicas that were lost while they ran it. The counts outlive the generator."""
 
     def grant(self, error: "WorkerLost") -> bool:
         """Return whether a replica may be restarted after this error. Record the decision, and show it to the user."""

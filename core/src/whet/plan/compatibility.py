@@ -48,9 +48,7 @@ ELSEWHERE: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 def config_problems(
     config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
 ) -> Iterator[Problem]:
-    """Find everything in a config that does not go together. `models` are the models of roles that have one of their
-    own.
-    """
+    """Find everything in a config that does not go together. `models` are the models of roles that have their own."""
     name, evaluation = config.algorithm.name, config.evaluation
     yield from _inputs(name, config.environments, config.data, roles, feeds_on)
     if evaluation.environments and config.generator is None:

@@ -85,9 +85,7 @@ def read_override(override: str) -> Layer:
 
 
 def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    """Return a copy of `container`, which stands at `path`, with the value under `keys`. Structuring checks unknown
-    keys.
-    """
+    """Return a copy of `container`, which stands at `path`, with the value under `keys`. New keys are checked later."""
     if not keys:
         return value
     key, here = keys[0], f"{path}.{path_segment(keys[0])}".removeprefix(".")

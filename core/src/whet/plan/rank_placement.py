@@ -152,9 +152,7 @@ def _bundle(cluster: ClusterSection, ranks: Sequence[_Rank]) -> _Bundle:
 
 
 def _choose(free: Sequence[_Free], bundle: _Bundle, group: str, placement: str) -> int:
-    """Return the machine of a process: to spread, the one with the fewest processes of its group, else with the
-    most.
-    """
+    """Return the machine of a process: to spread, the one with fewest processes of its group, else with the most."""
     sign = 1 if placement == "spread" else -1
 
     def order(node: int) -> tuple[float, ...]:

@@ -1,6 +1,4 @@
-"""Loads plugins one by one. A broken plugin is recorded with its error, and does not affect anything that works without
-it.
-"""
+"""Loads plugins one by one. A broken plugin is recorded with its error, and disturbs nothing that works without it."""
 
 import functools
 import inspect
@@ -137,9 +135,7 @@ class Registry:
         return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
 
     def _elsewhere(self, kind: Kind, name: str) -> str:
-        """Return which distribution that is not installed offers a name, or a similar one, as text. Empty: none
-        does.
-        """
+        """Return which distribution that is not installed offers a name, or a similar one, as text. Empty: none."""
         meant = name if catalog().owner(kind, name) else catalog().near(kind, name)
         owner = catalog().owner(kind, meant) if meant else None
         if owner is None or owner in self.here:
@@ -358,9 +354,7 @@ def _absent(component: Component, plugin: Any) -> str | None:
 
 
 def _located(component: Component, plugin: Any) -> Component:
-    """Return the component with its targets named by path if its plugin is a single file, so that workers can import
-    them.
-    """
+    """Return the component, with targets named by path if its plugin is a single file that workers must import."""
     name, file = getattr(plugin, "__name__", ""), getattr(plugin, "__file__", None)
     if not file or not name.startswith(FILE_MODULE) or name != file_module(file):
         return component

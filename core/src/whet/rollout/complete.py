@@ -61,9 +61,7 @@ def shifted(begin: int) -> Listener | None:
 
 
 def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:
-    """Return the completion of parts that each have tokens. It ends with the first stop string that crosses two parts,
-    if there is one.
-    """
+    """Return the completion of parts with tokens. It ends with the first stop string that crosses two parts, if any."""
     tokens = np.concatenate([part.tokens for part in parts])
     starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
     versions = [

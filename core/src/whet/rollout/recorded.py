@@ -61,8 +61,7 @@ class Assignment:
     position: int
     """Position of the task in its split."""
     index: int
-    """Index of the group: order of admission in training, position of the task in evaluation. Randomness is derived
-    from it."""
+    """Index of the group: its place in the order of admission, or its task in an evaluation. Seeds derive from it."""
     step: int = 0
     """Number of finished steps when the group was admitted."""
     difficulty: float | None = None

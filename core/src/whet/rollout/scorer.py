@@ -56,9 +56,7 @@ class RoleScorer:
         self._thread = ThreadPoolExecutor(1, "whet-scorer")
 
     async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
-        """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... one that was
-        cut.
-        """
+        """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... that was cut."""
         tokens = self._fitted(self._chat().training(conversation(messages), "last").tokens, cut)
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, answer))

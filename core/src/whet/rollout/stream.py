@@ -58,9 +58,7 @@ Filter = Callable[[Group], bool]
 
 
 class RolloutStream:
-    """Returns batches of groups that passed the filters. All methods are for one thread, usually the driver's main
-    thread.
-    """
+    """Returns batches of groups that passed the filters. All methods are for one thread, usually the main thread."""
 
     def __init__(
         self,

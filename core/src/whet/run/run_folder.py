@@ -147,9 +147,7 @@ class RunFolder:
         self.listener(event)
 
     def publish_later(self, name: str, make: Callable[[], Event]) -> None:
-        """Make and append the rows of an event on another thread. The next call or `settle` tells the listener, or
-        raises the error.
-        """
+        """Make and append the rows of an event on another thread. The next call or `settle` raises its error."""
 
         def write() -> Event:
             self.append(name, (event := make()).rows)
@@ -223,9 +221,7 @@ def _is_kept(row: Mapping[str, Any], step: float) -> bool:
 
 @contextmanager
 def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
-    """Call the functions in the list at the end, last first. Raises the error of the block, else the first of a
-    closer.
-    """
+    """Call the functions in the list at the end, last first. Raises the error of the block, or a closer's first."""
     first: BaseException | None = None
     try:
         yield closers

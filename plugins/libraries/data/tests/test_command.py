@@ -47,7 +47,7 @@ def command(tmp_path):
     """Run `whet`, and return its exit code, output and errors."""
 
     def command(*arguments, code=None):
-        python = [sys.executable, *(["-c", code] if code else ["-m", "whet.cli"])]
+        python = [sys.executable, *(["-c", code] if code else ["-m", "whet"])]
         environment = {**os.environ, "NO_COLOR": "1"}
         return subprocess.run(
             [*python, *map(str, arguments)],

@@ -51,7 +51,7 @@ def test_it_is_light_and_sees_the_limits_of_its_process(tmp_path: Path) -> None:
 
 def test_its_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "whet.cli", "doctor", "none.yaml", "--json"],
+        [sys.executable, "-m", "whet", "doctor", "none.yaml", "--json"],
         capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, json.loads(done.stdout)["ok"]) == (1, False), done.stderr

@@ -32,7 +32,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @contextmanager
 def command(model: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Start `whet serve` as a process; kill it where the test has not ended it."""
-    line = [sys.executable, "-m", "whet.cli", "serve", str(model), *COMMON, *arguments]
+    line = [sys.executable, "-m", "whet", "serve", str(model), *COMMON, *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
         try:

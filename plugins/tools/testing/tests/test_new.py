@@ -68,7 +68,7 @@ def test_every_kind_has_one() -> None:
 
 @pytest.mark.parametrize("word", ["environment", "algorithm"])
 def test_the_recipe_of_a_package_is_written_where_it_is_wanted(packages: Packages, tmp_path: Path, word: str) -> None:
-    done = packages.run("-m", "whet.cli", "recipe", f"my-{word}", folder=tmp_path)
+    done = packages.run("-m", "whet", "recipe", f"my-{word}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / f"my-{word}.yaml").read_text()
     assert f"from {packages.folders[word].name} 0.1.0" in text
@@ -131,7 +131,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
         "cluster": {"threads": {"backend": 1, "generator": 1}},
     }
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
-    done = packages.run("-m", "whet.cli", "run", "it.yaml", folder=tmp_path)
+    done = packages.run("-m", "whet", "run", "it.yaml", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     for name in ("ratio/mean", "responses/different"):
@@ -141,7 +141,7 @@ def test_they_make_a_run_together(packages: Packages, tiny_model_folder: Path, t
 
 
 def test_their_keys_are_explained(packages: Packages, tmp_path: Path) -> None:
-    done = packages.run("-m", "whet.cli", "schema", "advantages/my-advantages", folder=tmp_path)
+    done = packages.run("-m", "whet", "schema", "advantages/my-advantages", folder=tmp_path)
     assert done.stdout.startswith("advantages/my-advantages: Rewards minus a baseline between the mean of the group")
     assert "group_share  a number  = 0.8\n" in done.stdout
 
@@ -163,7 +163,7 @@ def test_linters_have_nothing_to_say(packages: Packages, word: str) -> None:
 @pytest.fixture
 def command(packages: Packages, tmp_path: Path) -> Any:
     """Run `whet` with arguments in a temporary folder, in a process that sees the packages as installed."""
-    return lambda *arguments: packages.run("-m", "whet.cli", *arguments, folder=tmp_path)
+    return lambda *arguments: packages.run("-m", "whet", *arguments, folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Word", "a b", "../x", "1st", "a_b", "-x", "a-", ""])
