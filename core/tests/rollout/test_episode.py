@@ -198,6 +198,31 @@ def test_different_prompts_of_a_group_are_told_apart() -> None:
     assert all(len(prompts) == 1 for prompts in by_prefix.values())
 
 
+@pytest.mark.parametrize("copied", [True, False], ids=["to_thread", "executor"])
+def test_a_thread_of_the_environment_asks_on_the_loop_of_the_episode(copied: bool) -> None:
+    class OfOneLoop(FakeGenerator):
+        async def generate(self, request: Any) -> Any:
+            loops.append(asyncio.get_running_loop())
+            return await super().generate(request)
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        def blocking(text: str) -> str:
+            return asyncio.run(model.reply(text)).text
+
+        loops.append(asyncio.get_running_loop())
+        for text in ("a", "b"):
+            if copied:  # with the context of the episode
+                assert await asyncio.to_thread(blocking, text) == "x"
+            else:
+                assert await asyncio.get_running_loop().run_in_executor(None, blocking, text) == "x"
+        return {"correct": 1.0}
+
+    loops: list[Any] = []
+    episode = play(Played(run), OfOneLoop("x"))
+    assert episode.turns == 2
+    assert loops == [loops[0]] * 3
+
+
 def test_requests_are_seeded_by_their_position_alone() -> None:
     def seeds(index: int, purpose: str = "sample", seed: int = 0) -> list[int]:
         generator = FakeGenerator("x")

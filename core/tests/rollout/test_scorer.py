@@ -9,7 +9,10 @@ import pytest
 
 from whet.data.messages import Message
 from whet.errors import DataError
+from whet.rollout.gate import Gate
+from whet.rollout.responder import RoleResponder
 from whet.rollout.scorer import RoleScorer
+from whet_testing.fakes import ByteChat, FakeGenerator
 
 TALK = (Message("user", "?"), Message("assistant", "0123456789"))
 
@@ -50,6 +53,27 @@ def test_what_is_asked_together_travels_together(ask):
     values, (batch,) = ask(0, TALK, TALK[:1])
     assert values == [ord("0"), ord("?")]
     assert batch["lengths"].tolist() == [11, 2]
+
+
+def test_threads_of_an_episode_are_answered_on_its_loop():
+    chat = SimpleNamespace(training=lambda talk, train_on: SimpleNamespace(tokens=np.array([len(talk)])))
+    responding, loops = FakeGenerator("yes"), []
+    scorer = RoleScorer(lambda: Last(), lambda: chat, 0, "judge")
+    responder = RoleResponder(lambda: responding, lambda: ByteChat(), 16, 0, "user")
+
+    async def answers():
+        loops.append(asyncio.get_running_loop())
+        return await scorer.value(TALK), (await responder.reply(TALK, seed=1)).text
+
+    async def episode():
+        async with Gate().time_limit(60):
+            return await asyncio.gather(*(asyncio.to_thread(asyncio.run, answers()) for _ in range(3)), answers())
+
+    try:
+        assert asyncio.run(asyncio.wait_for(episode(), 60)) == [(2.0, "yes")] * 4
+    finally:
+        scorer.close()
+    assert len(set(loops)) == 4
 
 
 def test_a_conversation_that_is_too_long_is_refused_with_what_to_change(ask):

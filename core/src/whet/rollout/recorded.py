@@ -36,6 +36,7 @@ from whet.data.records import (
 )
 from whet.errors import ContextFull, DataError, EpisodeError, PluginError, RewrittenHistory
 from whet.interfaces.chat import Chat
+from whet.interfaces.clock import on_loop
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import Address, EpisodeInfo, checked_rewards
 from whet.plugins.endpoints import InstalledEndpoints
@@ -114,6 +115,7 @@ class RecordedModel:
         """The rewards that the episode has recorded."""
         self.log: dict[str, Any] = {} if beside is None else beside.log
         """The values that `record` has added to the record of the episode, by name."""
+        self._loop = asyncio.get_running_loop() if beside is None else beside._loop
         self._fork = len(self.sequences)
         self.sequences.append(self)
         self.messages: Conversation = ()
@@ -240,7 +242,7 @@ class RecordedModel:
             raise EpisodeError("it asked one sequence twice at the same time; use model.fork() for each")
         self._busy = True
         try:
-            return await self._turn(messages, sampling, tokens, prefill)
+            return await on_loop(self._turn(messages, sampling, tokens, prefill), self._loop)
         finally:
             self._busy = False
 

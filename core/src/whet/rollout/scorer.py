@@ -14,6 +14,7 @@ import numpy as np
 from whet.data.batch import from_sequences
 from whet.data.messages import Message, conversation
 from whet.errors import DataError
+from whet.interfaces.clock import on_loop
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -58,6 +59,9 @@ class RoleScorer:
     async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
         """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... that was cut."""
         tokens = self._fitted(self._chat().training(conversation(messages), "last").tokens, cut)
+        return await on_loop(self._value(tokens))
+
+    async def _value(self, tokens: Any) -> float:
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, answer))
         if self._serving is None or self._serving.done():

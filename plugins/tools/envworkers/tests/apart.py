@@ -19,7 +19,7 @@ from whet.interfaces.undecided import note
 
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged", "cancels", "impatient",
+    "judged", "cancels", "impatient", "threaded",
 )  # fmt: skip
 
 
@@ -116,6 +116,10 @@ class Apart:
     async def _impatient(self, task, model):
         with suppress(TimeoutError):
             await asyncio.wait_for(model.reply("slowly"), 0.05)
+
+    async def _threaded(self, task, model):
+        reply = await asyncio.to_thread(asyncio.run, model.reply("from a thread"))
+        model.record("said", reply.text)
 
     async def _judged(self, task, model):
         verdict = await self._roles["judge"].reply("good?", seed=7, max_tokens=5)

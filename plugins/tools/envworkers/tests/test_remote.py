@@ -71,10 +71,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 140
+    assert len(remote.tasks("train")) == 150
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[140]
+        remote.tasks("train")[150]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -98,6 +98,10 @@ def test_an_agent_at_an_endpoint_plays_the_episode_of_a_process(remote):
     model, rewards, _ = played(remote, "agent", FakeModel(lambda messages: "42"))
     assert rewards["right"] == 0.0
     assert model.log["agent"] == "user: hello, assistant: 42"
+
+
+def test_a_thread_of_the_environment_may_ask_with_a_loop_of_its_own(remote):
+    assert played(remote, "threaded")[0].log == {"said": "daerht a morf"}
 
 
 def test_roles_are_asked_of_the_driver():

@@ -11,6 +11,7 @@ from whet.data import messages as spoken
 from whet.data.messages import Conversation
 from whet.data.records import Reply, recordable, stops
 from whet.errors import DataError, EpisodeError
+from whet.interfaces.clock import on_loop
 from whet.interfaces.environment import Address, EpisodeInfo
 from whet_envworkers.messages import Message, raised
 
@@ -24,6 +25,7 @@ class Playing:
         self.messages: list[Message] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self.sequences = itertools.count(1)
         """Numbers for further sequences; 0 is the first one."""
@@ -44,6 +46,9 @@ class Playing:
 
     async def ask(self, do: str, **values: Any) -> Any:
         """Send a message and return its answer."""
+        return await on_loop(self._ask(do, values), self._loop)
+
+    async def _ask(self, do: str, values: Mapping[str, Any]) -> Any:
         number = next(self._numbers)
         future = self.waiting[number] = asyncio.get_running_loop().create_future()
         self.tell(do, id=number, **values)
