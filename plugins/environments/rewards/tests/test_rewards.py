@@ -389,6 +389,13 @@ def rewarded(**document: Any) -> Rewarded:
     return Rewarded(structure(document, RewardedConfig, installed()))
 
 
+def with_reward(name: str, reward: Any) -> Rewarded:
+    pytest.importorskip("whet_env_math", reason="whet-env-math is not installed")
+    environment = rewarded(environment={"use": "arithmetic"}, rewards=[{"use": "repetition", "name": name}])
+    environment._rewards[name] = reward
+    return environment
+
+
 def totals(environment: Rewarded, task: Task, episodes: Sequence[Episode]) -> list[float]:
     further = asyncio.run(environment.group_rewards(task, episodes))
     return [
@@ -488,3 +495,35 @@ def test_the_weight_of_an_environment_holds_for_rewards_that_it_does_not_declare
     environment._inner.run = more  # type: ignore[method-assign]
     asyncio.run(environment.run(environment.tasks("train")[0], FakeModel("4")))
     assert environment.reward_weights["extra"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda one: one.data["no such key"], "the reward 'mine' failed: KeyError: 'no such key'"),
+        (lambda one: None, "the reward 'mine' failed: TypeError"),
+    ],
+    ids=["raises", "none"],
+)
+def test_a_reward_that_fails_is_named(given: Any, message: str) -> None:
+    environment, task = with_reward("mine", given), Task("?", {"answer": "4"})
+    with pytest.raises(EpisodeError, match=message):
+        totals(environment, task, [episode(task, "4", {"correct": 1.0})])
+
+
+def test_an_error_of_the_infrastructure_keeps_its_type_and_a_missing_value_is_counted() -> None:
+    class Compared:
+        values: Any = ()
+
+        def of_group(self, episodes: Sequence[Finished]) -> Any:
+            if isinstance(self.values, Exception):
+                raise self.values
+            return self.values
+
+    mine, task = Compared(), Task("?", {"answer": "4"})
+    environment = with_reward("mine", mine)
+    with pytest.raises(EpisodeError, match="the reward 'mine' gave 0 values for 1 episodes"):
+        totals(environment, task, [episode(task, "4", {"correct": 1.0})])
+    mine.values = ConnectionError("away")
+    with pytest.raises(ConnectionError, match="away"):
+        totals(environment, task, [episode(task, "4", {"correct": 1.0})])

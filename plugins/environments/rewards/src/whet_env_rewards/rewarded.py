@@ -8,12 +8,13 @@ It reads finished episodes, so it does not matter how they are played: by turns,
 the rewards that stand before them in the list, and those of the environment.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from whet.data.messages import Conversation, conversation
 from whet.data.records import Episode, Task
-from whet.errors import ContextFull, EpisodeError, Undecided
+from whet.errors import ContextFull, EpisodeError, Undecided, WhetError, in_words
 from whet.interfaces.environment import Answering, GroupRewarding, Model, states_answers
 from whet.interfaces.undecided import note_undecided
 from whet.rollout.collate import response_length
@@ -74,10 +75,13 @@ class Rewarded:
             found = [dict(own) for own in await self._inner.group_rewards(task, episodes)]
         for name, reward in self._rewards.items():
             finished = [self._finished(task, e, own) for e, own in zip(episodes, found, strict=True)]
-            if isinstance(reward, GroupReward):
-                values = list(reward.of_group(finished))
-            else:
-                values = [await _decided(reward, one) for one in finished]
+            with _named(name):
+                if isinstance(reward, GroupReward):
+                    values = list(reward.of_group(finished))
+                else:
+                    values = [await _decided(reward, one) for one in finished]
+            if len(values) != len(finished):
+                raise EpisodeError(f"the reward {name!r} gave {len(values)} values for {len(finished)} episodes")
             for own, one, value in zip(found, finished, values, strict=True):
                 if name in one.rewards:
                     raise EpisodeError(f"the environment has a reward {name!r}, too; give this one another `name`")
@@ -107,6 +111,17 @@ class Rewarded:
 
 def _cut(episode: Episode) -> bool:
     return any(trajectory.stop == "length" for trajectory in episode.trajectories)
+
+
+@contextmanager
+def _named(reward: str) -> Iterator[None]:
+    """Name the reward in an error of its code. The infrastructure's errors keep their type."""
+    try:
+        yield
+    except (WhetError, ConnectionError, TimeoutError):
+        raise
+    except Exception as error:
+        raise EpisodeError(f"the reward {reward!r} failed: {in_words(error)}") from error
 
 
 async def _decided(reward: Any, episode: Finished) -> float:
