@@ -67,9 +67,7 @@ def stopped_clock() -> Iterator[None]:
 
 
 async def on_loop(coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
-    """Await a coroutine on a loop, by default on that of the running episode. The caller may run another loop, as
-    `asyncio.run` does on a thread.
-    """
+    """Await a coroutine on another event loop than the caller's; by default on that of the running episode."""
     clock, here = RUNNING.get(), asyncio.get_running_loop()
     loop = loop or (clock.loop if clock else here)
     if loop is here:

@@ -185,9 +185,7 @@ def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
 
 
 def _sharing(cluster: ClusterSection, further: Sequence[str], overlaps: bool) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of `cluster.colocate`. By default all roles of one Python share, except `further` generators;
-    with staleness, except the generator, too.
-    """
+    """Return the groups of `cluster.colocate`; by default roles of one Python, without generators that work ahead."""
     if cluster.colocate is not None:
         return tuple(map(tuple, cluster.colocate))
     together = ["backend", *further] if overlaps else ["backend", "generator", *further]

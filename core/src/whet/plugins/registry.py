@@ -109,9 +109,7 @@ class Registry:
         return {name: offers for name, offers in sorted(self._offers[kind].items()) if len(offers) > 1}
 
     def find(self, kind: Kind, name: str) -> Offer:
-        """Return a component by its name or by `Offer.use`. Raises `PluginError` with the nearest name and every
-        broken plugin that might offer it.
-        """
+        """Return a component by its name or `Offer.use`. Raises `PluginError` with near names and broken plugins."""
         owner, _, short = name.rpartition("/")
         alike, wanted = self._offers[kind].get(short, []), normal(name)
         offers = [offer for offer in alike if not owner or normal(offer.use) == wanted]

@@ -97,9 +97,7 @@ class Sequences:
 
 
 class RecordedModel:
-    """The model as an episode sees it: one conversation that grows. Obeys `whet.interfaces.environment.Model`
-    and `whet.interfaces.endpoint.RecordedSequence`.
-    """
+    """One conversation of an episode with the model. Obeys `Model` and `RecordedSequence` of `whet.interfaces`."""
 
     def __init__(
         self, shared: Sequences, assignment: Assignment, sample: int, attempt: int,
@@ -282,9 +280,7 @@ class RecordedModel:
         return Turn(tokens, completion, said.text)
 
     def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray, bool]:
-        """Return the name of a prompt that samples share, or "", the tokens of the request with the messages appended,
-        and whether these tokens begin another sequence.
-        """
+        """Return the name of a shared prompt or "", the tokens with the messages, and whether a new sequence begins."""
         tokens = self._parts[-1].tokens
         if appended is not None:
             return "", np.concatenate([tokens, appended]), False

@@ -49,9 +49,7 @@ class Checkpoint:
 
 
 def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Save]) -> Callable[[], Path]:
-    """Start a checkpoint of a step, and return the function that completes it, on any thread. `saves` maps subfolders
-    to functions that save there.
-    """
+    """Start a checkpoint, saved by a function for each subfolder. Return what completes it, on any thread."""
     final = run.checkpoints / f"step-{step:06d}"
     partial = final.with_name(final.name + PARTIAL)
     text = json.dumps({"step": step, **state})
