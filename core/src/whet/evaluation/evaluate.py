@@ -23,21 +23,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    routes: Sequence[Route],
-    generator: "Generator",
-    chat: Chat,
-    sampling: Sampling,
-    seed: int,
-    *,
-    max_context: int = 0,
-    retries: int,
-    infrastructure_retries: int,
-    deadline_seconds: float = 3600.0,
-    concurrency: int = 1024,
-    status: Callable[[str], None] = lambda text: None,
-    loop: EpisodeLoop | None = None,
+    routes: Sequence[Route], generator: "Generator", chat: Chat, sampling: Sampling, seed: int, *,
+    max_context: int = 0, retries: int, infrastructure_retries: int, deadline_seconds: float = 3600.0,
+    concurrency: int = 1024, status: Callable[[str], None] = lambda text: None, loop: EpisodeLoop | None = None,
     endpoints: Endpoints | None = None,
-) -> EvaluationResult:
+) -> EvaluationResult:  # fmt: skip
     """Play the tasks of every route, `route.samples` times each, with at most `concurrency` episodes at a time.
 
     Randomness depends only on the seed, the environment's name, task and sample: all evaluations of one run draw alike,

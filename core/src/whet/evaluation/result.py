@@ -80,19 +80,13 @@ def judge(route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[
     groups = [Group(i, route.name, i, tuple(islice(rest, len(found)))) for i, found in enumerate(played)]
     scores = tuple(score(g.index, tasks[g.index], g.episodes, route.samples, route.scoring) for g in groups)
     return EnvironmentResult(
-        name=route.name,
-        split=route.split,
-        samples=route.samples,
-        passing=route.scoring.passing,
-        figures=figures(scores, episodes),
-        missing=missing(scores, route.scoring),
-        tasks=scores,
-        episodes=len(episodes),
-        dropped=len(failures),
+        name=route.name, split=route.split, samples=route.samples, passing=route.scoring.passing,
+        figures=figures(scores, episodes), missing=missing(scores, route.scoring), tasks=scores,
+        episodes=len(episodes), dropped=len(failures),
         infrastructure=sum(failure.infrastructure for failure in failures),
         undecided=sum(len(episode.undecided) for episode in episodes),
         records=tuple(row for group in groups for row in record(group)),
-    )
+    )  # fmt: skip
 
 
 @frozen(eq=False)

@@ -164,21 +164,15 @@ class Player(Sequences):
         weights = route.environment.reward_weights
         trajectories, rewards = addressed(played, model.recorded, rewards, weights)
         return Episode(
-            environment=route.name,
-            task=assignment.position,
-            sample=sample,
-            trajectories=trajectories,
-            rewards=rewards,
-            reward=total_reward(rewards, weights),
+            environment=route.name, task=assignment.position, sample=sample, trajectories=trajectories,
+            rewards=rewards, reward=total_reward(rewards, weights),
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.plain) for message in sequences[0].messages),
             task_id=assignment.task.id,
             answer=None if self.training else stated_answer(route.environment, sequences[0].messages),
-            undecided=tuple(undecided),
-            gold=gold_answer(assignment.task),
-            difficulty=assignment.difficulty,
+            undecided=tuple(undecided), gold=gold_answer(assignment.task), difficulty=assignment.difficulty,
             recorded=model.log,
-        )
+        )  # fmt: skip
 
     @asynccontextmanager
     async def _time_limit(self) -> AsyncIterator[None]:

@@ -61,22 +61,12 @@ class RolloutStream:
     """Returns batches of groups that passed the filters. All methods are for one thread, usually the main thread."""
 
     def __init__(
-        self,
-        routes: Sequence[Route],
-        generator: "Generator",
-        chat: Chat,
-        section: "RolloutSection",
-        *,
-        group_size: int,
-        seed: int,
-        filters: Sequence[Filter] = (),
-        deadline_seconds: float = 3600.0,
-        status: Callable[[str], None] = lambda text: None,
-        loop: EpisodeLoop | None = None,
-        endpoints: Endpoints | None = None,
-        greedy: bool = False,
+        self, routes: Sequence[Route], generator: "Generator", chat: Chat, section: "RolloutSection", *,
+        group_size: int, seed: int, filters: Sequence[Filter] = (), deadline_seconds: float = 3600.0,
+        status: Callable[[str], None] = lambda text: None, loop: EpisodeLoop | None = None,
+        endpoints: Endpoints | None = None, greedy: bool = False,
         journal: Callable[..., None] = lambda event, **details: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make a stream. It plays nothing before the first take.
 
         A `section.max_context` of 0 means no limit, so the caller must replace 0 by the model's limit. A loop that is
@@ -96,18 +86,11 @@ class RolloutStream:
         self._sampling = {route.name: route.sampling(usual) for route in routes}
         self._sizes = [route.group_size or group_size for route in routes]
         player = Player(
-            generator=generator,
-            chat=chat,
-            sampling=usual,
-            max_context=section.max_context,
-            seed=seed,
-            purpose="sample",
-            retries=section.retries,
-            deadline_seconds=deadline_seconds,
-            infrastructure_retries=section.infrastructure_retries,
-            gate=self.gate,
+            generator=generator, chat=chat, sampling=usual, max_context=section.max_context, seed=seed,
+            purpose="sample", retries=section.retries, deadline_seconds=deadline_seconds,
+            infrastructure_retries=section.infrastructure_retries, gate=self.gate,
             endpoints=endpoints or InstalledEndpoints(),
-        )
+        )  # fmt: skip
         self._players = [evolve(player, sampling=with_stop_tokens(self._sampling[r.name], chat)) for r in routes]
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on, state is read and written on the loop's thread only.

@@ -141,20 +141,12 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
 
     loss = getattr(config.algorithm.config, "loss", None)
     common: dict[str, Any] = {
-        "config": config,
-        "algorithm": components.keep(config.algorithm, build_selection(config.algorithm)),
-        "keep": components.keep,
-        "hooks": attempt.observers.hooks,
-        "backend": models.backend,
-        "roles": backends,
-        "generator": models.generator,
-        "chat": inputs.chat,
-        "loss": to_spec(loss) if isinstance(loss, Selection) else Spec(""),
-        "sync_weights": sync_weights,
-        "steps": steps,
-        "evaluate": evaluate,
-        "seed": config.run.seed,
-    }
+        "config": config, "algorithm": components.keep(config.algorithm, build_selection(config.algorithm)),
+        "keep": components.keep, "hooks": attempt.observers.hooks, "backend": models.backend, "roles": backends,
+        "generator": models.generator, "chat": inputs.chat,
+        "loss": to_spec(loss) if isinstance(loss, Selection) else Spec(""), "sync_weights": sync_weights,
+        "steps": steps, "evaluate": evaluate, "seed": config.run.seed,
+    }  # fmt: skip
     if sync is not None:
         sync(version=run.done)
     if config.endpoint.serve:

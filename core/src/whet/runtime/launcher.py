@@ -40,15 +40,9 @@ class Cluster:
     """Makes worker groups whose workers are processes, and ends all the processes."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        log_folder: Path,
-        deadlines: DeadlinesSection | None = None,
-        share: Sequence[Sequence[str]] = (),
-        *,
-        python: Mapping[str, str] | None = None,
-        grace_seconds: float = 3.0,
-    ) -> None:
+        self, launcher: Launcher, log_folder: Path, deadlines: DeadlinesSection | None = None,
+        share: Sequence[Sequence[str]] = (), *, python: Mapping[str, str] | None = None, grace_seconds: float = 3.0,
+    ) -> None:  # fmt: skip
         """Make a cluster.
 
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same

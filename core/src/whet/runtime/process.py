@@ -100,17 +100,10 @@ class Child(Offspring):
     """
 
     def __init__(
-        self,
-        module: str,
-        name: str,
-        *,
-        environment: Mapping[str, str],
-        stdout: int | IO[bytes],
-        stderr: int | IO[bytes],
-        folder: Path | None = None,
-        connection: socket.socket | None = None,
+        self, module: str, name: str, *, environment: Mapping[str, str], stdout: int | IO[bytes],
+        stderr: int | IO[bytes], folder: Path | None = None, connection: socket.socket | None = None,
         python: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start the process with one end of a new socket pair, or with `connection`, which only the child keeps.
 
         `python` is the child's interpreter; where it is empty, the child uses this process's interpreter.
@@ -121,15 +114,10 @@ class Child(Offspring):
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd=folder,
+                    command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+                    stdout=stdout, stderr=stderr, cwd=folder,
                     env={**(surroundings(python, environment) if python else environment), FAMILY: mark},
-                )
+                )  # fmt: skip
             except BaseException:
                 self.socket.close()
                 raise
