@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from whet.data.messages import Message
-from whet.data.records import Episode, Group, Task, gold_answer
+from whet.data.records import Episode, Group, Sampling, Task, gold_answer, recordable
+from whet.errors import DataError
 
 
 def test_a_task_takes_its_prompt_as_people_write_it():
@@ -36,3 +37,23 @@ def test_the_rewards_of_a_group_are_those_of_its_episodes_in_order():
 )  # fmt: skip
 def test_the_right_answer_of_a_task_is_text_of_a_bounded_length(data, gold):
     assert gold_answer(Task("2+2?", data)) == gold
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_tokens": 0}, {"max_tokens": 2.5}, {"max_tokens": "3"}, {"temperature": float("nan")},
+        {"temperature": float("inf")}, {"temperature": -1}, {"stop": "END"}, {"stop": [1]}, {"stop": [b"a"]},
+        {"stop": [""]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_sampling_that_mean_nothing_are_named(settings):
+    (name,) = settings
+    with pytest.raises(DataError, match=name):
+        Sampling(**settings)
+
+
+def test_what_json_does_not_know_is_recorded_as_null():
+    assert recordable([float("nan"), 1.5, np.array([-np.inf, 2.0])]) == [None, 1.5, [None, 2.0]]
+    Sampling(max_tokens=np.int64(3))

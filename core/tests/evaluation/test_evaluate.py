@@ -158,10 +158,15 @@ def test_a_figure_leaves_out_tasks_of_which_too_few_samples_came_through() -> No
     assert {name: found.tasks for name, found in result.figures.items()}["pass@3"] == 4
     assert result.figures["pass@1"].tasks == 5
     assert result.missing == {
-        "pass@1": "1 of 6 tasks left out: fewer than 1 of their episodes came through",
+        **dict.fromkeys(
+            ("one", "reward", "response_length", "pass@1"),
+            "1 of 6 tasks left out: none of their episodes came through",
+        ),
         "pass@3": "2 of 6 tasks left out: fewer than 3 of their episodes came through",
     }
     assert (result.dropped, result.infrastructure) == (4, 1)
+    assert result.failure.startswith("environment 'fragile', task 0, sample 0 failed once; last: ConnectionError: the")
+    assert result.summary()["dropped_because"] == result.failure
     assert result.figures["reward"].value == 1.0
 
 

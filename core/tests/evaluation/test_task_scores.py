@@ -21,7 +21,7 @@ from whet.rollout.scoring import Passing, Scoring
 TASK = Task("What is 6*7?", {"answer": "42"}, id="six")
 
 
-def episode(reward: float, answer: str | None = None, length: int = 3, **rewards: float) -> Episode:
+def episode(reward: float, /, answer: str | None = None, length: int = 3, **rewards: float) -> Episode:
     mask, zeros = np.ones(length, np.bool_), np.zeros(length, np.float32)
     one = Trajectory(np.arange(length), mask, zeros, zeros.astype(np.int32), 0, "stop")
     return Episode("sums", 0, 0, (one,), rewards or {"correct": reward}, reward, 1, answer=answer)
@@ -118,7 +118,28 @@ def test_a_task_with_too_few_samples_is_left_out_of_the_figure_and_named() -> No
     found = figures(tasks, [episode(1.0), episode(0.0)])
     assert (found["pass@1"].value, found["pass@1"].tasks) == (0.5, 2)
     assert (found["pass@2"].value, found["pass@2"].tasks) == (1.0, 1)
-    assert missing(tasks, scoring)["pass@2"].startswith("2 of 3 tasks left out")
+    assert missing(tasks, scoring) == {
+        "pass@2": "2 of 3 tasks left out: fewer than 2 of their episodes came through",
+        **dict.fromkeys(
+            ("correct", "reward", "response_length", "pass@1"),
+            "1 of 3 tasks left out: none of their episodes came through",
+        ),
+    }
+
+
+def test_a_reward_of_some_tasks_alone_is_named() -> None:
+    tasks = [scored([episode(1.0)]), scored([episode(0.0, odd=1.0, correct=0.0)])]
+    assert missing(tasks, Scoring()) == {"odd": "1 of 2 tasks left out: none of their episodes has it"}
+
+
+def test_a_reward_called_reward_has_a_figure_beside_the_weighted_sum() -> None:
+    episodes = [episode(1.5, reward=1.0, bonus=1.0), episode(0.5, reward=0.0, bonus=1.0)]
+    found = figures([scored(episodes, Scoring())], episodes)
+    assert {name: one.value for name, one in found.items() if name != "response_length"} == {
+        "reward": 1.0, "bonus": 1.0, "reward/reward": 0.5,
+    }  # fmt: skip
+    alone = [episode(1.0, reward=1.0)]
+    assert list(figures([scored(alone, Scoring())], alone)) == ["reward", "response_length"]
 
 
 def test_figures_that_are_shares_stay_between_0_and_1_and_others_need_not() -> None:

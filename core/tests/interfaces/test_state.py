@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from whet.errors import PluginError
@@ -47,6 +48,18 @@ def test_what_json_would_change_is_refused():
     with pytest.raises(PluginError, match="JSON returns"):
         stored("it", {"last": (1.0, float("nan"))})
     assert states({"a": WithNothingMeasured()}) == {"a": {}}
+
+
+class Awaited(Saves):
+    async def load(self, state):
+        raise AssertionError
+
+
+def test_a_load_that_nobody_awaits_is_named_and_what_json_lacks_has_advice():
+    with pytest.raises(PluginError, match=r"load\(\) of one did nothing: `Awaited.load` must neither be `async def`"):
+        load_states({"one": Awaited()}, {"one": {}})
+    with pytest.raises(PluginError, match=r"JSON cannot store: .*float32.* `\.item\(\)`"):
+        stored("it", {"last": np.float32(1)})
 
 
 class OfAGame:

@@ -172,6 +172,13 @@ def test_metadata_that_cannot_be_read_harms_no_other_plugin(install: Any) -> Non
     assert registry.find("loggers", "this")
 
 
+def test_a_hook_that_nobody_would_await_is_refused(install: Any) -> None:
+    step = "@hookimpl\nasync def whet_step_finished(step, metrics):\n    pass\n"
+    install("whet-odd", {"odd_hooks": f"from whet import hookimpl\n{step}"})
+    reason = only_broken(load_plugins()).reason
+    assert "its hook whet_step_finished is `async def`, and nobody would await it; write `def`" in reason
+
+
 def test_a_plugin_with_a_hook_that_is_not_known_is_called_by_no_other_hook(install: Any) -> None:
     step = "@hookimpl\ndef whet_step_finished(step, metrics):\n    raise RuntimeError('called')\n"
     install(

@@ -61,6 +61,18 @@ def test_an_exception_in_observe_is_reported_with_its_place() -> None:
     assert said.endswith("in observe)")
 
 
+class Awaited(Climbing):
+    async def observe(self, groups: Sequence[Group]) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_an_observe_that_nobody_awaits_is_reported() -> None:
+    failures: list[BaseException] = []
+    curricula(Awaited(), failures).observe([])
+    (error,) = failures
+    assert "`Awaited.observe` must neither be `async def`" in str(error)
+
+
 def test_what_is_no_task_is_refused() -> None:
     made = curricula(Climbing(adapted=lambda task: task.prompt), [])
     with pytest.raises(EpisodeError, match=r"`adapted` returned .* at difficulty 2, wanted a Task; .* unchanged"):

@@ -483,7 +483,7 @@ async def _at_once(task: Task, model: Model) -> Mapping[str, float]:
         (_nan, r"reward 'correct' = nan, wanted a finite number"),
         (_no_rewards, "wanted a mapping of reward names"),
         (_nothing_said, "asked the model without a message"),
-        (_no_room, "a response of at most 0 tokens"),
+        (_no_room, "max_tokens is 0, wanted a whole number of at least 1"),
         (_bug, "ZeroDivisionError: whoops"),
         (_exit, "SystemExit: 3"),
         (_cancelled, "CancelledError"),
@@ -572,3 +572,49 @@ def test_the_first_failure_ends_the_other_samples_of_the_group() -> None:
     with pytest.raises(EpisodeFailed, match="sample 1"):
         asyncio.run(make_player(generator).group(assigned(Played(run)), 3))
     assert len(generator.cancelled) == 2
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["first", "later"])
+def test_a_response_that_is_forgotten_leaves_nothing(begun: bool) -> None:
+    async def run(task: Task, model: Any) -> Mapping[str, float]:
+        if begun:
+            await model.reply("hello")
+        before = (model.turns, model.messages)
+        await model.reply("slowly")
+        model.forget()
+        assert (model.turns, model.messages) == before
+        await model.reply("again")
+        return {"correct": 1.0}
+
+    generator = FakeGenerator(lambda prompt, rng: f"{len(prompt)}")
+    found = play(Played(run), generator)
+    wanted = play(talk(*(["hello"] if begun else []), "again"), FakeGenerator(lambda prompt, rng: f"{len(prompt)}"))
+    (one,), (other,) = found.trajectories, wanted.trajectories
+    assert np.array_equal(one.tokens, other.tokens)
+    assert np.array_equal(one.loss_mask, other.loss_mask)
+    assert found.messages == wanted.messages
+    assert found.turns == 1 + begun
+
+
+def test_rewards_of_a_group_are_asked_for_again_if_the_infrastructure_failed() -> None:
+    class Compared(Played):
+        failing = 2
+
+        async def group_rewards(self, task: Task, episodes: Any) -> Any:
+            if self.failing:
+                self.failing -= 1
+                raise ConnectionError("away")
+            return [{"best": 1.0} for _ in episodes]
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("hello")
+        return {}
+
+    assignment = assigned(Compared(run))
+    group = asyncio.run(make_player(FakeGenerator("x"), infrastructure_retries=2).group(assignment, 2))
+    assert [episode.rewards for episode in group.episodes] == [{"best": 1.0}] * 2
+    assert assignment.tally["retried"] == 2
+    assignment = assigned(Compared(run))
+    with pytest.raises(EpisodeFailed, match="group_rewards failed 2 times; last: ConnectionError: away"):
+        asyncio.run(make_player(FakeGenerator("x"), infrastructure_retries=1).group(assignment, 2))
+    assert assignment.tally["infrastructure"] == 1

@@ -12,12 +12,13 @@ import pytest
 from whet.data.batch import Batch
 from whet.data.messages import Image, Message, conversation
 from whet.data.records import Episode, Group, Task
-from whet.errors import DataError
+from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import EpisodeInfo, Model
 from whet.plugins.features import chats
 from whet.rollout.collate import collate, record, rollout_metrics
 from whet.rollout.episode import EpisodeFailed, _note_no_reward
 from whet.rollout.recorded import Assignment
+from whet.rollout.rewards import total_reward
 from whet.rollout.routing import Route
 from whet_testing.fakes import FakeGenerator
 from whet_testing.playing import make_player
@@ -290,3 +291,9 @@ def test_a_message_may_have_an_image_that_records_show_and_models_do_not_read() 
         template.render((message,))
     with pytest.raises(DataError, match="a part of a message must be a text"):
         conversation([{"role": "user", "content": [{"type": "video"}]}])
+
+
+def test_weights_that_make_a_reward_too_large_fail_the_episode() -> None:
+    with pytest.raises(EpisodeError, match=r"weighted rewards add up to 1e\+19, wanted a finite number of at"):
+        total_reward({"a": 1e17}, {"a": 100.0})
+    assert total_reward({"a": 1e17}, {"a": 10.0}) == 1e18

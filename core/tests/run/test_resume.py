@@ -13,10 +13,13 @@ from whet.component import Component, Selection
 from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.data.model_info import read_model
-from whet.errors import CheckpointError
+from whet.data.records import Task
+from whet.errors import CheckpointError, PluginError
+from whet.interfaces.environment import SingleTurn
 from whet.plugins.features import chats, reader
+from whet.rollout.routing import Route
 from whet.run.checkpoint import differences
-from whet.run.resume import refuse_another, run_fingerprint
+from whet.run.resume import _tasks, refuse_another, run_fingerprint
 
 
 @frozen
@@ -117,3 +120,20 @@ def test_a_run_of_an_earlier_version_is_the_same_under_its_old_keys(fingerprint:
     assert differences(renewed(before, config), now, []) == [
         "rollout.on_weight_update: the run has 'continue', the config gives 'drain'"
     ]
+
+
+def of_tasks(*tasks: Any) -> Route:
+    return Route("sums", SingleTurn({"train": list(tasks)}, {}), "train")
+
+
+def test_the_order_of_sets_and_of_keys_in_the_data_of_tasks_does_not_matter() -> None:
+    words = [f"word {i}" for i in range(9)]
+    one, other = (of_tasks(Task("?", {"in": {"all": set(w)}, 1: [frozenset(w)]})) for w in (words, words[::-1]))
+    assert _tasks(one) == _tasks(other)
+    assert _tasks(one) != _tasks(of_tasks(Task("?", {"in": {"all": set(words[1:])}, 1: [frozenset(words)]})))
+
+
+@pytest.mark.parametrize("odd", ["text", Task("?", None), Task("?", id=7)], ids=["text", "data", "id"])  # type: ignore[arg-type]
+def test_a_later_task_that_is_none_is_named(odd: Any) -> None:
+    with pytest.raises(PluginError, match=r"task 2 of environment 'sums' is .*, wanted Task\(prompt\)"):
+        _tasks(of_tasks(Task("a"), Task("b"), odd))

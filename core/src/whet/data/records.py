@@ -1,8 +1,10 @@
 """The records that environments, generators and algorithms exchange. Arrays are NumPy."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +68,7 @@ def recordable(value: Any) -> Any:
     if isinstance(value, str):
         return shortened(value, RECORDED_CHARACTERS)
     if value is None or isinstance(value, bool | int | float):
-        return value
+        return value if not isinstance(value, float) or math.isfinite(value) else None  # as JSON knows it
     if isinstance(value, list | tuple) and np.size(np.array(value, dtype=object)) <= RECORDED_NUMBERS:
         return [recordable(item) for item in value]
     raise DataError(
@@ -97,14 +99,17 @@ class Sampling:
 
     def __attrs_post_init__(self) -> None:
         stops(self.stop)
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        longest: Any = self.max_tokens
+        if not isinstance(longest, Integral) or longest < 1:
+            raise DataError(f"max_tokens is {longest!r}, wanted a whole number of at least 1")
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise DataError(f"wanted a temperature and top_k of at least 0, and a top_p above 0 and up to 1: {self}")
 
 
 def stops(found: Sequence[str]) -> tuple[str, ...]:
     """Return stop strings as a tuple. Raises `DataError` for a single string, whose characters they would be."""
     strings = tuple(found)
-    if isinstance(found, str) or not all(strings):
+    if isinstance(found, str) or not all(isinstance(string, str) and string for string in strings):
         raise DataError(f"stop is {found!r}, wanted a list of strings with at least one character each")
     return strings
 

@@ -102,7 +102,7 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
             return ()
 
     tasks = route.tasks()
-    assignments = [Assignment(route, tasks[i], i, i) for i in range(_count(route))]
+    assignments = [Assignment(route, route.task(tasks, i), i, i) for i in range(_count(route))]
     tallies += [assignment.tally for assignment in assignments]
     played = await gather_or_cancel(
         one(assignment, sample) for assignment in assignments for sample in range(route.samples)

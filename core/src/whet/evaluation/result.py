@@ -39,6 +39,8 @@ class EnvironmentResult:
     """Episodes that failed on every attempt. They count nowhere else."""
     infrastructure: int
     """Dropped episodes whose infrastructure failed: a grader, a sandbox, a connection."""
+    failure: str
+    """Why one of the dropped episodes failed. Empty: none was dropped."""
     undecided: int
     """Responses that graders could not decide. They count as wrong."""
     records: tuple[dict[str, Any], ...]
@@ -59,6 +61,7 @@ class EnvironmentResult:
             "episodes": self.episodes,
             "dropped": self.dropped,
             "dropped_by_infrastructure": self.infrastructure,
+            "dropped_because": self.failure,
             "undecided": self.undecided,
             "figures": {name: _figure(found) for name, found in self.figures.items()},
             "missing": dict(self.missing),
@@ -82,7 +85,7 @@ def judge(route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[
     return EnvironmentResult(
         name=route.name, split=route.split, samples=route.samples, passing=route.scoring.passing,
         figures=figures(scores, episodes), missing=missing(scores, route.scoring), tasks=scores,
-        episodes=len(episodes), dropped=len(failures),
+        episodes=len(episodes), dropped=len(failures), failure=min(map(str, failures), default=""),
         infrastructure=sum(failure.infrastructure for failure in failures),
         undecided=sum(len(episode.undecided) for episode in episodes),
         records=tuple(row for group in groups for row in record(group)),

@@ -16,6 +16,8 @@ from whet.rollout.collate import response_length, reward_names
 from whet.rollout.scoring import Scoring
 
 TOTAL, LENGTH = "reward", "response_length"
+NAMED = f"{TOTAL}/{TOTAL}"
+"""A reward that is called `reward`, if there are others. Its metric in training ends like this, too."""
 Answers = tuple[tuple[str, int, int], ...]
 
 
@@ -53,8 +55,11 @@ def _values(episodes: Sequence[Episode], passes: int, answers: Answers, scoring:
     abstained = count - sum(size for size, _ in votes)
     if scoring.unanswered_vote and abstained:
         votes, abstained = [*votes, (abstained, 0)], 0
+    named = {name: fmean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)}
+    if TOTAL in named and len(named) > 1:
+        named[NAMED] = named.pop(TOTAL)
     return {
-        **{name: fmean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)},
+        **named,
         TOTAL: fmean([episode.reward for episode in episodes]),
         LENGTH: fmean([response_length(episode) for episode in episodes]),
         **{f"pass@{k}": pass_at(k, count, passes) for k in scoring.pass_at if k <= count},
@@ -92,13 +97,15 @@ def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[st
 
 def missing(scores: Sequence[TaskScore], scoring: Scoring) -> dict[str, str]:
     """Return which figures could not be computed for some tasks, and why."""
-    wanted = [(f"pass@{k}", k) for k in scoring.pass_at] + [(f"maj@{k}", k) for k in scoring.majority_at]
-    lacking = {name: (k, sum(name not in one.values for one in scores)) for name, k in wanted}
-    return {
-        name: f"{count} of {len(scores)} tasks left out: fewer than {k} of their episodes came through"
-        for name, (k, count) in lacking.items()
-        if count
-    }
+    names = dict.fromkeys([*(name for one in scores for name in one.values), TOTAL, LENGTH], 1)
+    wanted = {**names, **{f"pass@{k}": k for k in scoring.pass_at}, **{f"maj@{k}": k for k in scoring.majority_at}}
+    found: dict[str, str] = {}
+    for name, k in wanted.items():
+        left = [one for one in scores if name not in one.values]
+        few = f"{'none' if k == 1 else f'fewer than {k}'} of their episodes came through"
+        why = few if all(one.samples < k for one in left) else "none of their episodes has it"
+        found |= {name: f"{len(left)} of {len(scores)} tasks left out: {why}"} if left else {}
+    return found
 
 
 def _is_share(name: str, episodes: Sequence[Episode]) -> bool:
@@ -107,5 +114,6 @@ def _is_share(name: str, episodes: Sequence[Episode]) -> bool:
         return False
     if name == TOTAL:
         return all(episode.reward in (0.0, 1.0) for episode in episodes)
+    name = TOTAL if name == NAMED else name
     named = [episode.rewards[name] for episode in episodes if name in episode.rewards]
     return all(value in (0.0, 1.0) for value in named)

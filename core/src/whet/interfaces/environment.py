@@ -114,17 +114,14 @@ class Model(Protocol):
         """
 
     def reward(
-        self,
-        name: str,
-        value: float,
-        *,
-        of: Literal["turn", "sequence", "agent"] = "turn",
+        self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
         tokens: tuple[int, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record a reward of the last turn of this sequence, of this sequence, or of its agent.
 
         `tokens` narrows a reward of a turn to some tokens of the response: the first, and the one after the last.
-        Values of one name and address are added. A name that an episode does not record counts as 0.
+        Values of one name and address are added. A name that an episode does not record counts as 0. A reward of an
+        agent that has written no response counts nowhere.
         """
 
     def record(self, name: str, value: Any) -> None:
@@ -335,6 +332,10 @@ _RESERVED: Final = frozenset({"mean", "std", "greedy", "response_length", "dropp
 """Names of metrics beside those of rewards."""
 
 
+LARGEST_REWARD: Final = 1e18
+"""Squares of rewards must fit into 32 bits."""
+
+
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
     """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers.
 
@@ -355,12 +356,11 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
             raise EpisodeError(f"environment {environment!r} gave the reward {name!r}; {words}")
         try:
             number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
-            raise EpisodeError(
-                f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, wanted a finite number"
-            )
+        if not abs(number) <= LARGEST_REWARD:
+            words = f"wanted a finite number of at most {LARGEST_REWARD:g}"
+            raise EpisodeError(f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, {words}")
         checked[str.__str__(name)] = number  # of an enum, say
     return checked
 

@@ -6,7 +6,7 @@ saves the state after its step, and a run that resumes from it loads the state b
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from whet.component import Selection
@@ -38,7 +38,8 @@ def stored(name: str, state: Any) -> Any:
     try:
         copy = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
-        raise PluginError(f"{name} gave what JSON cannot store: {error}") from error
+        words = "keep plain numbers, text, lists and mappings by text, e.g. by `.item()` or `.tolist()`"
+        raise PluginError(f"{name} gave what JSON cannot store: {error}; {words}") from error
     if copy != state:
         words = "it holds a NaN; keep None instead" if repr(copy) == repr(state) else f"JSON returns {copy!r:.200}"
         raise PluginError(f"{name} gave {state!r:.200}; {words}")
@@ -59,7 +60,8 @@ def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> N
     """Load the saved state of each component that has one. A checkpoint of before may lack it."""
     for name, component in components.items():
         if has_state(component, name) and name in saved:
-            component.load(saved[name])
+            load: Callable[..., object] = component.load
+            check_ran(load(saved[name]), f"load() of {name}")
 
 
 class Components:

@@ -105,13 +105,9 @@ class Workers(Protocol):
         """Start a call on each of these ranks. A rank that misses its deadline is ended; the other ranks go on."""
 
     def scatter(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str = "",
         timeout_seconds: float | None = None,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Call rank i with arguments[i], wait, and return the results in rank order."""
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:

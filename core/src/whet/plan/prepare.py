@@ -86,15 +86,9 @@ class Prepared:
 
 
 def prepare(
-    source: ConfigSource,
-    overrides: Sequence[str] = (),
-    *,
-    config_only: bool = True,
-    trains: bool = True,
-    registry: "Registry | None" = None,
-    began: float | None = None,
-    target: Machine | None = None,
-) -> Prepared:
+    source: ConfigSource, overrides: Sequence[str] = (), *, config_only: bool = True, trains: bool = True,
+    registry: "Registry | None" = None, began: float | None = None, target: Machine | None = None,
+) -> Prepared:  # fmt: skip
     """Load a config and plan its run. Raises `ConfigError` with all problems. Imports no torch.
 
     The plan is for the machine `target`, which need not be here, or else for this one.

@@ -309,6 +309,8 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None
             raise PluginError(f"whet has no hook {hook.name!r}{choice_words(hook.name, known)}")
         if whose != "its" and hook.name not in _OF_RUNS and hook.has_spec():
             raise PluginError(f"{whose} {hook.name} is never called: plugins are asked before a run builds the object")
+        if any(inspect.iscoroutinefunction(implementation.function) for implementation in own):
+            raise PluginError(f"{whose} hook {hook.name} is `async def`, and nobody would await it; write `def`")
         if hook.name in _WRAPPED and not all(implementation.wrapper for implementation in own):
             raise PluginError(
                 f"{whose} {hook.name} would replace that of core; write @hookimpl(wrapper=True) and yield"

@@ -7,6 +7,7 @@ from math import isfinite
 from whet.data.records import Task
 from whet.errors import EpisodeError, WhetError, in_words
 from whet.interfaces.environment import Adaptive
+from whet.interfaces.state import check_ran
 from whet.rollout.routing import Route
 from whet.rollout.staleness import Slot
 
@@ -48,7 +49,8 @@ class Curricula:
         """Show each curriculum the groups of its environment that were consumed."""
         for route, environment in self._adaptive.items():
             with self._asking(route):
-                environment.observe([slot.group for slot in ended if slot.route == route and slot.group])
+                observed: Callable[..., object] = environment.observe
+                check_ran(observed([slot.group for slot in ended if slot.route == route and slot.group]), "it")
 
     @contextmanager
     def _asking(self, route: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache
 from inspect import isawaitable
+from itertools import count
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -75,21 +76,29 @@ class Player(Sequences):
         environment, weights = assignment.route.environment, assignment.route.environment.reward_weights
         if not isinstance(environment, GroupRewarding) or not episodes:
             return episodes
-        try:
-            async with self._time_limit():
-                coroutine = environment.group_rewards(assignment.task, tuple(episodes))
-                given = await _coroutine(coroutine, "group_rewards", assignment.route.name)
-            if not isinstance(given, Sequence) or len(given) != len(episodes):
-                found = f"{len(given)} items" if isinstance(given, Sequence) else repr(given)[:60]
-                raise EpisodeError(f"group_rewards gave {found}, wanted a mapping for each of {len(episodes)} episodes")
-            further = [checked_rewards(one, assignment.route.name) for one in given]
-            return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
-        except (WorkerError, BrokenEnvironment):
-            raise
-        except BaseException as error:  # as of an episode
-            if isinstance(error, asyncio.CancelledError) and (now := asyncio.current_task()) and now.cancelling():
+        for failures in count(1):
+            try:
+                async with self._time_limit():
+                    coroutine = environment.group_rewards(assignment.task, tuple(episodes))
+                    given = await _coroutine(coroutine, "group_rewards", assignment.route.name)
+                if not isinstance(given, Sequence) or len(given) != len(episodes):
+                    found = f"{len(given)} items" if isinstance(given, Sequence) else repr(given)[:60]
+                    wanted = f"wanted a mapping for each of {len(episodes)} episodes"
+                    raise EpisodeError(f"group_rewards gave {found}, {wanted}")
+                further = [checked_rewards(one, assignment.route.name) for one in given]
+                return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
+            except (WorkerError, BrokenEnvironment):
                 raise
-            raise self._failure(assignment, "group_rewards", 1, error) from error
+            except BaseException as error:  # as of an episode
+                if isinstance(error, asyncio.CancelledError) and (now := asyncio.current_task()) and now.cancelling():
+                    raise
+                kind = "infrastructure" if is_infrastructure(error) else "failed"
+                if kind == "failed" or failures > self.infrastructure_retries:
+                    assignment.tally[kind] += 1
+                    raise self._failure(assignment, "group_rewards", failures, error) from error
+            assignment.tally["retried"] += 1
+            await _pause(failures)
+        raise AssertionError
 
     async def episode(self, assignment: Assignment, sample: int) -> Episode:
         """Play an episode. If it fails, play it again with fresh randomness. Raises `EpisodeFailed` after the last
@@ -131,7 +140,7 @@ class Player(Sequences):
             attempt += kind == "failed" or failures[kind] > 1
             await fail_fast.before_another()
             if kind == "infrastructure":
-                await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures[kind] - 1), LONGEST_PAUSE_SECONDS))
+                await _pause(failures[kind])
 
     def _failure(self, assignment: Assignment, what: str, failures: int, cause: BaseException) -> EpisodeFailed:
         times = f"{failures} times" if failures > 1 else "once"
@@ -186,6 +195,10 @@ class Player(Sequences):
             raise InfrastructureError(
                 f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
             ) from None
+
+
+async def _pause(failures: int) -> None:
+    await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures - 1), LONGEST_PAUSE_SECONDS))
 
 
 def _coroutine(found: Any, method: str, environment: str) -> Awaitable[Any]:

@@ -113,7 +113,7 @@ class RecordedModel:
         """The rewards that the episode has recorded."""
         self.log: dict[str, Any] = {} if beside is None else beside.log
         """The values that `record` has added to the record of the episode, by name."""
-        self._loop = asyncio.get_running_loop() if beside is None else beside._loop
+        self._loop: asyncio.AbstractEventLoop = beside._loop if beside else asyncio.get_running_loop()
         self._fork = len(self.sequences)
         self.sequences.append(self)
         self.messages: Conversation = ()
@@ -156,6 +156,14 @@ class RecordedModel:
     def with_tools(self, tools: Tools) -> "RecordedModel":
         """See `Model.with_tools`."""
         return self.fresh(tools)
+
+    def forget(self) -> None:
+        """Remove the last response, and the messages with which it was asked for."""
+        self._offsets.pop()
+        self._parts[-1].completions.pop()
+        if not self._parts[-1].completions and len(self._parts) > 1:
+            self._parts.pop()
+        self._parts[-1].tokens, self.messages = self.history(self.turns)
 
     def reward(
         self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
@@ -208,8 +216,6 @@ class RecordedModel:
     ) -> Reply:  # fmt: skip
         """See `Model.reply`. Raises `ContextFull`, or `EpisodeError` if a first prompt does not fit."""
         own, asked = self._shared.sampling, conversation(messages)
-        if max_tokens is not None and max_tokens < 1:
-            raise EpisodeError(f"it asked for a response of at most {max_tokens} tokens, wanted at least 1")
         if not (asked or self.messages):
             raise EpisodeError("it asked the model without a message; begin with one")
         sampling = evolve(

@@ -44,7 +44,7 @@ class RoleResponder:
         tokens = chat.prompt(conversation(messages))
         if prefill:
             tokens = np.concatenate([tokens, chat.encode(prefill)])
-        longest = max_tokens or self._max_tokens
+        longest = self._max_tokens if max_tokens is None else max_tokens
         if self._longest and len(tokens) >= self._longest:
             raise DataError(
                 f"a conversation has {len(tokens)} tokens for the role {self._role!r}, which leaves no room for a "

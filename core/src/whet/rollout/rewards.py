@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from whet.data.records import Episode, SpanReward, Trajectory
 from whet.errors import EpisodeError
+from whet.interfaces.environment import LARGEST_REWARD
 
 
 @frozen
@@ -31,7 +32,10 @@ class RecordedReward:
 
 def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the weighted sum of the named rewards. A name without a weight has weight 1."""
-    return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
+    total = float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
+    if not abs(total) <= LARGEST_REWARD:
+        raise EpisodeError(f"its weighted rewards add up to {total:g}, wanted a finite number of at most 1e18")
+    return total
 
 
 def addressed(
@@ -54,12 +58,9 @@ def addressed(
 
 
 def _rewarded(
-    parts: Sequence[Trajectory],
-    number: int,
-    recorded: Sequence[RecordedReward],
-    given: Mapping[str, float],
+    parts: Sequence[Trajectory], number: int, recorded: Sequence[RecordedReward], given: Mapping[str, float],
     weights: Mapping[str, float],
-) -> list[Trajectory]:
+) -> list[Trajectory]:  # fmt: skip
     """Return the parts of a sequence. Each has the rewards of the whole sequence, and the spans of its own turns."""
     rewards, own = dict(given), [one for one in recorded if one.sequence == number]
     for one in recorded:

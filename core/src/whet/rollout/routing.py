@@ -50,10 +50,16 @@ class Route:
         check_ran(tasks, f"`tasks` of environment {self.name!r}")
         if not len(tasks):
             raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
-        if not isinstance(tasks[0], Task) or not isinstance(tasks[0].data, Mapping):
-            wanted = "Task(prompt), or Task(prompt, data) with a mapping"
-            raise PluginError(f"the first task of environment {self.name!r} is {tasks[0]!r:.200}, wanted {wanted}")
+        self.task(tasks, 0)
         return tasks  # type: ignore[no-any-return] # the check was of one task
+
+    def task(self, tasks: Sequence[Task], position: int) -> Task:
+        """Return one of the tasks. Raises `PluginError` if it is no task."""
+        task: Any = tasks[position]
+        if not isinstance(task, Task) or not isinstance(task.data, Mapping) or not isinstance(task.id, str):
+            wanted = "Task(prompt), or Task(prompt, data, id) with a mapping and a text"
+            raise PluginError(f"task {position} of environment {self.name!r} is {task!r:.200}, wanted {wanted}")
+        return task
 
     def close(self) -> None:
         """Close the environment. If that fails, only warn: nothing depends on it any more."""

@@ -22,6 +22,7 @@ consumed groups after it.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,8 @@ from whet.rollout.staleness import Pacing, Slot
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection
     from whet.interfaces.generator import Generator
+
+log = logging.getLogger(__name__)
 
 Filter = Callable[[Group], bool]
 """Returns whether a group is kept."""
@@ -106,6 +109,7 @@ class RolloutStream:
         self._version = 0
         self._in_a_row: Counter[str] = Counter()
         self._tally: Counter[str] = Counter()
+        self._told = set[str]()  # environments whose first dropped group was reported
         self._fatal: BaseException | None = None
         self._changed = asyncio.Event()
         self._metrics: dict[str, Metric] = {}
@@ -250,8 +254,8 @@ class RolloutStream:
 
     async def _play(self, slot: Slot) -> None:
         try:
-            route, task = self._routes[slot.route], self._tasks[slot.route][slot.task]
-            task = self._curricula.adapted(slot, task)
+            route = self._routes[slot.route]
+            task = self._curricula.adapted(slot, route.task(self._tasks[slot.route], slot.task))
             assignment = Assignment(route, task, slot.task, slot.index, slot.step, slot.difficulty, tally=slot.tally)
             player, size = self._players[slot.route], self._sizes[slot.route]
             self._settle(slot, await player.group(assignment, size, self._greedy))
@@ -307,6 +311,9 @@ class RolloutStream:
         limit = self._section.max_infrastructure_groups if lost else self._section.max_failed_groups
         name = self._routes[slot.route].name
         self._journal("group dropped", group=slot.index, environment=name, task=slot.task, cause=in_words(error)[:500])
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("environment %r: a group was dropped, because %s", name, in_words(error))
         if (count := self._again("infrastructure" if lost else "failed")) >= limit:
             where = f"environment {name!r}, task {slot.task}"
             said = str(error) if where in str(error) else f"{where}: {in_words(error)}"

@@ -55,12 +55,9 @@ class Outcome:
 
 
 def run(
-    source: "ConfigSource",
-    overrides: Sequence[str] = (),
-    *,
-    registry: "Registry | None" = None,
+    source: "ConfigSource", overrides: Sequence[str] = (), *, registry: "Registry | None" = None,
     began: float | None = None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Run a config from beginning, or from its last checkpoint, to the end.
 
     `began`: the start of the command, in seconds since the epoch. The time to the first step counts from there.

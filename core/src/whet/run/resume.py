@@ -210,7 +210,17 @@ def _tasks(route: "Route") -> str:
     """Return a hash of the number of tasks and of an evenly spaced sample, because generated splits may be endless."""
     tasks = route.tasks()
     positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
-    return _hash(repr((len(tasks), [(tasks[i].prompt, sorted(tasks[i].data.items())) for i in positions])))
+    found = [route.task(tasks, i) for i in positions]
+    return _hash(repr((len(tasks), [(one.prompt, _ordered(sorted(one.data.items(), key=str))) for one in found])))
+
+
+def _ordered(value: Any) -> Any:
+    """Return data with lists in place of sets, whose order differs between processes."""
+    if isinstance(value, Mapping):
+        return {key: _ordered(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_ordered, value), key=repr)
+    return type(value)(map(_ordered, value)) if type(value) in (list, tuple) else value
 
 
 def _hash(text: str) -> str:

@@ -230,12 +230,9 @@ class Line:
     """Both directions of one socket. Messages that are sent before the line is open wait until it opens."""
 
     def __init__(
-        self,
-        traffic: Traffic,
-        take: Callable[[list[memoryview]], Any],
-        broken: Callable[[str], None],
+        self, traffic: Traffic, take: Callable[[list[memoryview]], Any], broken: Callable[[str], None],
         heard: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make a line that is not open yet.
 
         `take` is called with the buffers of each message. `broken` is called with the reason when no more messages will

@@ -41,14 +41,9 @@ class Forked(Offspring):
     """A process that hosts workers, forked from a server that has imported their modules. See `Child`."""
 
     def __init__(
-        self,
-        server: "ForkServer",
-        name: str,
-        *,
-        environment: Mapping[str, str],
-        output: int,
+        self, server: "ForkServer", name: str, *, environment: Mapping[str, str], output: int,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ask the server to fork the process, and give the process one end of a new socket pair.
 
         `environment` is added to the server's. The process writes its output to the descriptor `output`. Raises
@@ -111,14 +106,9 @@ class ForkServer:
     """One fork server, a child of this process."""
 
     def __init__(
-        self,
-        title: str,
-        modules: Sequence[str],
-        folders: Mapping[str, Any],
-        environment: Mapping[str, str],
-        log: Path,
-        patience_seconds: float = _FORK_SECONDS,
-    ) -> None:
+        self, title: str, modules: Sequence[str], folders: Mapping[str, Any], environment: Mapping[str, str],
+        log: Path, patience_seconds: float = _FORK_SECONDS,
+    ) -> None:  # fmt: skip
         """Start the server in the background. It imports from `folders`, as in `Launcher.import_folders`."""
         self.patience_seconds = patience_seconds
         """How long an owner that wants a process waits for the server to be ready."""

@@ -59,12 +59,9 @@ class HostProcess(Protocol):
         """Return the process id on its machine; 0 before the start."""
 
     def line(
-        self,
-        traffic: Traffic,
-        take: Callable[[list[memoryview]], Any],
-        broken: Callable[[str], None],
+        self, traffic: Traffic, take: Callable[[list[memoryview]], Any], broken: Callable[[str], None],
         heard: Callable[[], None],
-    ) -> MessageLine:
+    ) -> MessageLine:  # fmt: skip
         """Return the line to the process, which is not open yet; see `whet.runtime.channel.Line`."""
 
     def start(self) -> Any:

@@ -87,13 +87,9 @@ class InlineWorkers:
         return answers
 
     def scatter(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str = "",
         timeout_seconds: float | None = None,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Call rank i with arguments[i], one after the other, and return the results in rank order."""
         if len(arguments) != self.size:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")

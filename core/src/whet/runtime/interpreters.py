@@ -102,12 +102,9 @@ def find(named: str) -> Path:
 
 
 def probe(
-    executable: Path,
-    modules: Sequence[str] = (),
-    distributions: Iterable[str] = (),
-    folders: Sequence[str] = (),
+    executable: Path, modules: Sequence[str] = (), distributions: Iterable[str] = (), folders: Sequence[str] = (),
     seconds: float = PROBE_SECONDS,
-) -> Interpreter:
+) -> Interpreter:  # fmt: skip
     """Run an interpreter and return what is installed in it. Raises `ConfigError` if it gives no usable answer.
 
     `folders` are folders of the driver from which its workers import as well.

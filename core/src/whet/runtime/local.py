@@ -32,15 +32,10 @@ class LocalCluster(Cluster):
     """Makes worker groups whose workers are processes of this machine, and ends all the processes."""
 
     def __init__(
-        self,
-        log_folder: Path,
-        deadlines: DeadlinesSection | None = None,
-        share: Sequence[Sequence[str]] = (),
-        *,
-        python: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
+        self, log_folder: Path, deadlines: DeadlinesSection | None = None, share: Sequence[Sequence[str]] = (), *,
+        python: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make a cluster; see `Cluster`. `environment` is added to the variables of the workers."""
         launcher = LocalLauncher(environment or {})
         super().__init__(launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds)
@@ -143,12 +138,9 @@ class LocalProcess:
         return 0 if self._child is None else self._child.pid
 
     def line(
-        self,
-        traffic: Traffic,
-        take: Callable[[list[memoryview]], Any],
-        broken: Callable[[str], None],
+        self, traffic: Traffic, take: Callable[[list[memoryview]], Any], broken: Callable[[str], None],
         heard: Callable[[], None],
-    ) -> Line:
+    ) -> Line:  # fmt: skip
         """Return a line that opens with a socket."""
         return Line(traffic, take, broken, heard)
 

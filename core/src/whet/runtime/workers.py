@@ -216,13 +216,9 @@ class ConnectedWorkers:
         return answers
 
     def scatter(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, phase: str = "",
         timeout_seconds: float | None = None,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Call a method on rank i with arguments[i], wait, and return the results by rank."""
         if len(arguments) != self.size:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")

@@ -218,6 +218,7 @@ def test_shares_of_phases_that_overlap_are_explained(tmp_path):
 
 
 NOTHING, SAME, FINE = ({"reward/mean": mean, "reward/std": std} for mean, std in ((0.0, 0.0), (1.0, 0.0), (0.5, 0.2)))
+SKIPPED = {**FINE, "skipped_steps": 2.0, "grad_norm": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,8 @@ NOTHING, SAME, FINE = ({"reward/mean": mean, "reward/std": std} for mean, std in
         ([SAME] * 12, ["in 5 steps in a row the rewards within each group were equal"]),
         ([SAME] * 3 + [NOTHING] * 5, ["all rewards were 0"]),
         (([NOTHING] * 4 + [FINE]) * 3, []),
+        ([SKIPPED] * 12, ["in 5 steps in a row no token was trained on"]),
+        (([SKIPPED] * 4 + [FINE]) * 3 + [{**SKIPPED, "grad_norm": 0.1}] * 6, []),
         ([{"reward/mean": 0.0}] * 9 + [{"loss": 0.0}] * 9, []),
     ],
 )

@@ -116,6 +116,7 @@ class Apart:
     async def _impatient(self, task, model):
         with suppress(TimeoutError):
             await asyncio.wait_for(model.reply("slowly"), 0.05)
+        await model.reply("now")
 
     async def _threaded(self, task, model):
         reply = await asyncio.to_thread(asyncio.run, model.reply("from a thread"))

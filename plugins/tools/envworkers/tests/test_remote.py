@@ -6,21 +6,25 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from whet.component import Spec
+from whet.component import Spec, resolve
 from whet.config.cluster import DeadlinesSection
 from whet.config.sections import EnvironmentSection
 from whet.config.structure import structure
 from whet.data.messages import Message
-from whet.data.records import Reply
+from whet.data.records import Reply, Sampling
 from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, PluginError, Undecided
 from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
+from whet.rollout.recorded import Assignment
+from whet.rollout.routing import Route
 from whet_envworkers.remote import RemoteEnvironment
 from whet_envworkers.worker import EnvironmentWorker
-from whet_testing.fakes import FakeModel
+from whet_testing.fakes import FakeGenerator, FakeModel
+from whet_testing.playing import make_player
 
 REGISTRY = load_plugins()
 REGISTRY.load_file(Path(__file__).parent / "apart.py")
@@ -161,15 +165,24 @@ def test_episodes_are_spread_over_the_processes(remote):
     assert sorted(map(processes.count, set(processes))) == [3, 3]
 
 
-class Slow(FakeModel):
-    async def reply(self, messages, **options):
-        await asyncio.sleep(1.0 * (messages[-1].text == "slowly"))
-        return await super().reply(messages, **options)
+class Slow(FakeGenerator):
+    async def generate(self, request):
+        await asyncio.sleep(1.0 * (b"slowly" in bytes(request.tokens.astype(np.uint8))))
+        return await super().generate(request)
 
 
-def test_an_episode_may_end_before_a_reply_that_it_asked_for(remote):
-    assert played(remote, "impatient", Slow(backwards))[1]["right"] == 1.0
-    assert remote.replaced == 0
+@pytest.mark.parametrize("apart", [False, True], ids=["driver", "worker"])
+def test_a_reply_that_the_environment_gives_up_leaves_nothing(remote, apart):
+    component = REGISTRY.find("environments", "apart").component
+    environment = remote if apart else resolve(component.target)(component.config())
+    task = task_of(environment, "impatient")
+    assignment = Assignment(Route("it", environment, "train"), task, 0, 0)
+    player = make_player(Slow(lambda prompt, rng: "ok"), sampling=Sampling(max_tokens=16))
+    episode = asyncio.run(player.episode(assignment, 0))
+    assert [text for _, text in episode.messages] == [task.prompt[0].text, "ok", "now", "ok"]
+    (one,) = episode.trajectories
+    assert one.loss_mask.sum() == 2 * len("ok.")
+    assert episode.turns == 2
 
 
 def test_a_process_that_dies_is_replaced_and_named(tmp_path):

@@ -14,6 +14,10 @@ EQUAL = (
     "in {} steps in a row the rewards within each group were equal, so there is nothing to compare and the loss is 0: "
     "more samples of a task, or tasks that are neither too easy nor too hard, help"
 )
+NOTHING = (
+    "in {} steps in a row no token was trained on (skipped_steps): masks or corrections leave none, or every response "
+    "was sampled with settings of its own, e.g. with another temperature than the run's"
+)
 UNDECIDED = (
     "step {}: graders could not decide about {:g} responses within their limits; these count as wrong "
     "(grader/undecided), and the key undecided of their rows in rollouts/ says why"
@@ -27,9 +31,10 @@ class Hints:
     _undecided: bool = field(default=False, init=False)
     _zero: int = field(default=0, init=False)
     _equal: int = field(default=0, init=False)
+    _nothing: int = field(default=0, init=False)
 
     def after(self, metrics: Mapping[str, float]) -> str:
-        """Record a step's metrics. Returns a hint if `STEPS` steps in a row had equal rewards, else "".
+        """Record a step's metrics. Returns a hint if `STEPS` steps in a row trained on nothing, else "".
 
         Rewards of both signs may have the mean 0. Then they are not all 0, so the deviation is checked, too.
         """
@@ -38,8 +43,12 @@ class Hints:
         equal = metrics.get("reward/std") == 0
         zero = equal and metrics["reward/mean"] == 0
         self._zero, self._equal = (self._zero + 1 if zero else 0), (self._equal + 1 if equal else 0)
+        skipped = bool(metrics.get("skipped_steps")) and metrics.get("grad_norm") == 0 and not equal
+        self._nothing = self._nothing + 1 if skipped else 0
         if self._zero == STEPS:
             return ZERO.format(STEPS)
+        if self._nothing == STEPS:
+            return NOTHING.format(STEPS)
         return EQUAL.format(STEPS) if self._equal == STEPS and not zero else ""
 
     def undecided(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -19,6 +19,7 @@ class Driven:
         self._roles = roles
         self._open: dict[str, _Endpoint] = {}
         self._asked: dict[asyncio.Task[Any], int] = {}
+        self._replied = set[int]()
         self._keys = itertools.count(1)
 
     async def __aenter__(self) -> "Driven":
@@ -43,6 +44,8 @@ class Driven:
                 self._of(message).reward(message["name"], message["value"], of=message["address"], tokens=tokens)
             case "record":
                 self._of(message).record(message["name"], message["value"])
+            case "forget":
+                await self._forget(message)
             case "shut" if "id" not in message:
                 await self._open.pop(message["key"]).shut()
             case _:
@@ -62,6 +65,16 @@ class Driven:
         done, _ = await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
         return [(self._asked.pop(task), task.result()) for task in done]
 
+    async def _forget(self, message: Message) -> None:
+        """Take a reply back that the environment does not wait for any more, or that it has not got."""
+        for task in [task for task, number in self._asked.items() if number == message["reply"]]:
+            del self._asked[task]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if message["reply"] in self._replied:
+            model: Any = self._of(message)
+            model.forget()
+
     async def _answer(self, message: Message) -> Mapping[str, Any]:
         try:
             return {"value": await self._value(message)}
@@ -72,7 +85,9 @@ class Driven:
         match message["do"]:
             case "reply":
                 settings = message["settings"]
-                return await self._of(message).reply(message["messages"], **settings)
+                reply = await self._of(message).reply(message["messages"], **settings)
+                self._replied.add(message["id"])
+                return reply
             case "role":
                 method = getattr(self._roles[message["name"]], {"value": "value", "reply": "reply"}[message["method"]])
                 return await method(message["messages"], **message["settings"])

@@ -54,6 +54,10 @@ class Playing:
         self.tell(do, id=number, **values)
         try:
             return await future
+        except asyncio.CancelledError:  # by a time limit of the environment, say
+            if do == "reply":
+                self.tell("forget", of=values["of"], reply=number)
+            raise
         finally:
             self.waiting.pop(number, None)
 

@@ -21,7 +21,8 @@ def _notes(evaluated: EvaluationResult) -> Iterable[str]:
         if result.dropped:
             yield (
                 f"{result.name}: {result.dropped} of {result.dropped + result.episodes} episodes failed, "
-                f"{result.infrastructure} of them by their infrastructure; they count in no figure"
+                f"{result.infrastructure} of them by their infrastructure; they count in no figure. One of them: "
+                f"{result.failure}"
             )
         if result.undecided:
             yield (

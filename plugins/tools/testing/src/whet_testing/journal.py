@@ -99,7 +99,7 @@ def _ends(lineage: Lineage) -> Iterator[str]:
 
 
 def _rollouts(folder: Path, lineage: Lineage, staleness: int, saved: int) -> Iterator[str]:
-    sizes = Counter[int]()
+    sizes: dict[str, set[int]] = {}  # by environment
     for step, entry in sorted(lineage.steps.items()):
         file = folder / f"rollouts/step-{step:06d}.jsonl"
         rows = list(read_rows(file)) if file.exists() else []
@@ -111,10 +111,12 @@ def _rollouts(folder: Path, lineage: Lineage, staleness: int, saved: int) -> Ite
                 f"{ranges(entry['trained']) or 'none'}"
             )
         yield from _episodes(file.name, rows, step, staleness)
-        if not unwritten:
-            sizes.update(found.values())
-    if len(sizes) > 1:
-        yield f"groups have different numbers of episodes: {', '.join(map(str, sorted(sizes)))}"
+        for row in rows if not unwritten else ():
+            sizes.setdefault(row.get("environment", ""), set()).add(found[row["group"]])
+    for environment, different in sizes.items():
+        if len(different) > 1:
+            numbers = ", ".join(map(str, sorted(different)))
+            yield f"groups have different numbers of episodes: {numbers}; their environment is {environment!r}"
 
 
 def _episodes(name: str, rows: list[dict[str, Any]], step: int, staleness: int) -> Iterator[str]:
