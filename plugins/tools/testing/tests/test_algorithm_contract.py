@@ -8,6 +8,7 @@ import pytest
 
 from whet.component import AlgorithmFacts, Selection, resolve
 from whet.config.structure import structure
+from whet.errors import PluginError
 from whet.plugins.registry import Registry
 from whet_chat.tokenizer import ChatTokenizer
 from whet_testing.contracts.algorithm import AlgorithmContract
@@ -16,7 +17,7 @@ from whet_testing.contracts.component import MODEL
 GOOD = """
     from attrs import frozen
     from whet import hookimpl
-    from whet.component import AlgorithmFacts, Component, Selection
+    from whet.component import AlgorithmFacts, Component, RoleNeed, Selection
     from whet.config.sections import selection
 
     @frozen
@@ -157,6 +158,102 @@ def test_the_contract_catches_an_algorithm_that(what: str, tmp_path: Path, tiny_
     selection, facts = select(plugin(tmp_path, (old, new)))
     with pytest.raises((AssertionError, ValueError)):
         getattr(MadeUp(), rule)(selection, facts, ChatTokenizer(tiny_model_folder), tmp_path)
+
+
+FINISH = "step.finish(batch)"
+SILENT = {
+    "is async": (
+        "def run(self, parts):", "async def run(self, parts):", "test_a_run_without_steps_does_nothing",
+        "the algorithm did nothing: `Algorithm.run` must neither be `async def` nor contain `yield`",
+    ),
+    "is a generator": (
+        FINISH, FINISH + "; yield", "test_a_run_without_steps_does_nothing", "nor contain `yield`"
+    ),
+    "keeps a NumPy number": (
+        FINISH, "parts.steps.state['n'] = batch['lengths'].sum(); " + FINISH,
+        "test_every_step_trains_and_is_finished_once_in_order",
+        r"steps.state\['n'\] gave what JSON cannot store: Object of type int64",
+    ),
+    "keeps a tuple": (
+        FINISH, "parts.steps.state['n'] = (1, 2); " + FINISH, "test_every_step_trains_and_is_finished_once_in_order",
+        r"steps.state\['n'\] gave .*; JSON returns {'n': \[1, 2\]}",
+    ),
+    "writes a NumPy number to a table": (
+        FINISH, "step.table('worst', [{'text': 'a', 'n': batch['lengths'][0]}]); " + FINISH,
+        "test_every_step_trains_and_is_finished_once_in_order",
+        r"step.table\('worst'\) has the row .*, in which 'n' is np.int64\(\d+\); wanted builtins: write int",
+    ),
+    "writes rows without names": (
+        FINISH, "step.table('worst', [[1, 2]]); " + FINISH, "test_every_step_trains_and_is_finished_once_in_order",
+        r"has the row \[1, 2\]; wanted a mapping",
+    ),
+    "logs an array": (
+        FINISH, "from whet.data.metrics import mean; step.log({'a': mean(batch['lengths'])}); " + FINISH,
+        "test_every_step_trains_and_is_finished_once_in_order",
+        r"step.log: a is a mean of array\(.*, wanted one number: write float\(values.sum",
+    ),
+    "logs a text": (
+        FINISH, "step.log({'a': 'much'}); " + FINISH, "test_every_step_trains_and_is_finished_once_in_order",
+        "step.log: a is 'much', wanted a number",
+    ),
+    "takes the name of a key": (
+        FINISH, "step.log({'step': 1.0}); " + FINISH, "test_every_step_trains_and_is_finished_once_in_order",
+        "a metric is named 'step', a key of every row",
+    ),
+    "hides a column": (
+        'advantages=batch["reward"]', 'advantages=batch["reward"], secret=batch["reward"]',
+        "test_it_adds_no_columns_but_those_of_its_facts",
+        "has the columns secret, .* Add them to AlgorithmFacts.columns_written",
+    ),
+    "hides a column that its loss reads": (
+        'columns_written=frozenset({"advantages"}),', "", "test_its_facts_name_the_columns_that_the_loss_reads",
+        "the loss reads advantages, .* Add it to AlgorithmFacts.columns_written",
+    ),
+    "hides what it scores": (
+        FINISH, "parts.backend.score(batch, ('logprobs', 'topk_ids:3')); " + FINISH,
+        "test_it_scores_only_what_its_facts_say", "it scores topk_ids, .* Add it to AlgorithmFacts.outputs_needed",
+    ),
+    "hides whose scores it takes": (
+        FINISH, "parts.backend.score(batch, ('logprobs',), weights='reference'); " + FINISH,
+        "test_it_scores_only_what_its_facts_say",
+        "with the weights reference, .* Add them to AlgorithmFacts.weights_needed",
+    ),
+    "hides what it scores with a role": (
+        FINISH, "parts.roles['judge'].score(batch, ('values',)); " + FINISH,
+        "test_it_scores_only_what_its_facts_say",
+        "it scores values with the role judge, .* Add it to the `outputs` of its RoleNeed",
+    ),
+    "trains a role in secret": (
+        FINISH, "parts.roles['judge'].train(batch, parts.loss); " + FINISH,
+        "test_it_trains_only_models_that_its_facts_call_trained",
+        "it trains the role judge, .* Write RoleNeed",
+    ),
+}  # fmt: skip
+"""Algorithms with a silent mistake: what changes, the rule that finds it, and the message."""
+JUDGE = ("group_size=4, ", 'roles={"judge": RoleNeed()}, group_size=4, ')
+
+
+@pytest.mark.parametrize("what", SILENT)
+@pytest.mark.parametrize("inputs", ["rollouts", "data"])
+def test_the_contract_says_what_is_silently_wrong(
+    what: str, inputs: str, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    old, new, rule, words = SILENT[what]
+    if inputs == "data" and old not in GOOD.replace('advantages=batch["reward"]', ""):
+        pytest.skip("what an offline algorithm makes of its records is its own affair")
+    offline = OFFLINE if inputs == "data" else []
+    selection, facts = select(plugin(tmp_path, JUDGE, *offline, (old, new)))
+    with pytest.raises((AssertionError, PluginError), match=f"(?s){words}"):
+        getattr(MadeUp(), rule)(selection, facts, ChatTokenizer(tiny_model_folder), tmp_path)
+
+
+def test_an_algorithm_may_log_numbers_of_numpy_and_keep_lists(tmp_path: Path, tiny_model_folder: Path) -> None:
+    kept = "parts.steps.state.setdefault('seen', []).append(step.number); step.log({'a': batch['reward'].mean()})"
+    selection, facts = select(plugin(tmp_path, (FINISH, f"{kept}; {FINISH}")))
+    chat = ChatTokenizer(tiny_model_folder)
+    MadeUp().test_every_step_trains_and_is_finished_once_in_order(selection, facts, chat, tmp_path)
+    states = MadeUp()._run(selection, facts, chat, tmp_path, steps=3).states
+    assert states == {1: {"seen": [1]}, 2: {"seen": [1, 2]}, 3: {"seen": [1, 2, 3]}}
 
 
 @pytest.mark.parametrize("change", [('{"rollouts"}', "{}"), ('{"rollouts"}', '{"data"}'), ("group_size=4, ", "")])

@@ -88,6 +88,12 @@ def test_the_contract_catches(contract: ComponentContract, tmp_path: Path, old: 
         getattr(contract, rule)()
 
 
+def test_the_contract_names_a_hook_that_is_async(contract: ComponentContract, tmp_path: Path) -> None:
+    write(contract, tmp_path, "def whet_loggers", "async def whet_loggers")
+    with pytest.raises(AssertionError, match=r"whet_loggers: written `async def`.*write `def`"):
+        contract.test_no_hook_is_async()
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "section"),
     [

@@ -2,17 +2,23 @@
 
 import asyncio
 import itertools
+import os
+import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from whet.data.messages import Message
+from whet.data.randomness import derive_seed
 from whet.data.records import Task
-from whet.errors import DataError, EpisodeError
+from whet.errors import DataError, EpisodeError, PluginError
 from whet.interfaces.environment import Model, SingleTurn
+from whet_testing.another_interpreter import AnotherInterpreter
 from whet_testing.contracts.environment import EnvironmentContract
 from whet_testing.fakes import FakeModel
 
@@ -111,6 +117,112 @@ class HalfCurriculum(SingleTurn):
 
     def adapted(self, task: Task, difficulty: float) -> Task:
         return task
+
+
+class Awaitable(SingleTurn):
+    async def tasks(self, split: str) -> Sequence[Task]:  # type: ignore[override]
+        return super().tasks(split)
+
+
+class ClosesAsync(SingleTurn):
+    async def close(self) -> None:  # type: ignore[override]
+        pass
+
+
+class StatesAsync(SingleTurn):
+    async def final_answer(self, messages: Any) -> str:  # type: ignore[override]
+        return "1"
+
+
+class WeighsAsync(SingleTurn):
+    async def reward_weights(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {"correct": 1.0}
+
+
+class WeighsByMethod(SingleTurn):
+    def reward_weights(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {"correct": 1.0}
+
+
+class PlaysAtOnce(SingleTurn):
+    def run(self, task: Task, model: Model) -> Mapping[str, float]:  # type: ignore[override]
+        return {"correct": 1.0}
+
+
+class PlaysInParts(SingleTurn):
+    async def run(self, task: Task, model: Model) -> Any:  # type: ignore[override]
+        yield {"correct": 1.0}
+
+
+class ComparesAtOnce(SingleTurn):
+    def group_rewards(self, task: Task, episodes: Sequence[Any]) -> Any:
+        return [{"first": 1.0} for _ in episodes]
+
+
+class Curriculum(SingleTurn):
+    level = 1.0
+
+    def difficulty(self) -> Any:
+        return self.level
+
+    def adapted(self, task: Task, difficulty: float) -> Any:
+        return task
+
+    def observe(self, groups: Any) -> Any:
+        pass
+
+
+class AsksAsync(Curriculum):
+    async def difficulty(self) -> float:
+        return 1.0
+
+
+class AdaptsAsync(Curriculum):
+    async def adapted(self, task: Task, difficulty: float) -> Task:
+        return task
+
+
+class ObservesAsync(Curriculum):
+    async def observe(self, groups: Any) -> None:
+        self.level = 2.0
+
+
+class Counting(SingleTurn):
+    """Counts its episodes over a resume."""
+
+    played = 0
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        self.played += 1
+        return await super().run(task, model)
+
+    def state(self) -> dict[str, Any]:
+        return {"played": self.played}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.played = state["played"]
+
+
+class CountsInNumPy(Counting):
+    def state(self) -> dict[str, Any]:
+        return {"played": np.int64(self.played)}
+
+
+class LoadsAsync(Counting):
+    async def load(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+        pass
+
+
+class TestOfAnEnvironmentWithAState(Sums):
+    def make(self) -> Any:
+        return Counting({"train": TASKS, "test": HELD_OUT}, {"correct": correct})
+
+
+class PlaysByAnother(SingleTurn):
+    """Plays with another environment: `run` is a plain method that returns what can be awaited."""
+
+    def run(self, task: Task, model: Model) -> Any:
+        return asyncio.ensure_future(super().run(task, model))
 
 
 class ClosedOnce(SingleTurn):
@@ -251,6 +363,156 @@ SILENT: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
 }
 """Environments with a silent mistake, the rule that finds it, and the message."""
+
+
+SYNC = "must neither be `async def` nor contain `yield`"
+METHODS: dict[type[SingleTurn], tuple[str, str]] = {
+    Awaitable: ("methods", f"`tasks` did nothing: `Awaitable.tasks` {SYNC}"),
+    ClosesAsync: ("closing", f"`close` did nothing: `ClosesAsync.close` {SYNC}"),
+    StatesAsync: ("methods", f"`final_answer` did nothing: `StatesAsync.final_answer` {SYNC}"),
+    WeighsAsync: ("methods", "`reward_weights` is <bound method .*wanted an attribute or a property"),
+    WeighsByMethod: ("methods", "`reward_weights` is <bound method .*wanted an attribute or a property"),
+    PlaysAtOnce: ("methods", r"`run` returned {'correct': 1.0}, and whet awaits .*; write `async def run`"),
+    PlaysInParts: ("methods", "`run` returned <async_generator .*; write `async def run` without `yield`"),
+    ComparesAtOnce: ("methods", r"`group_rewards` returned \[{'first': 1.0}\], .*; write `async def group_rewards`"),
+    AsksAsync: ("methods", f"`difficulty` did nothing: `AsksAsync.difficulty` {SYNC}"),
+    AdaptsAsync: ("methods", f"`adapted` did nothing: `AdaptsAsync.adapted` {SYNC}"),
+    ObservesAsync: ("methods", f"`observe` did nothing: `ObservesAsync.observe` {SYNC}"),
+    LoadsAsync: ("state", f"`load` did nothing: `LoadsAsync.load` {SYNC}"),
+    CountsInNumPy: ("state", "gave what JSON cannot store: Object of type int64"),
+}
+"""Environments with a method of the wrong sort, the rule that finds it, and the message."""
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_the_contract_names_a_method_of_the_wrong_sort(kind: type[SingleTurn]) -> None:
+    which, message = METHODS[kind]
+    contract = EnvironmentContract()
+    contract.make = lambda: two(kind)  # type: ignore[method-assign]
+    rules = {
+        "methods": lambda: contract.test_its_methods_are_async_only_where_they_are_awaited(contract.make()),
+        "closing": contract.test_closing_twice_is_safe,
+        "state": lambda: contract.test_its_state_is_stored_and_loaded(contract.make()),
+    }
+    with pytest.raises((AssertionError, PluginError), match=f"(?s){message}"):
+        rules[which]()
+
+
+def test_a_plain_run_may_return_what_can_be_awaited() -> None:
+    Sums().test_its_methods_are_async_only_where_they_are_awaited(two(PlaysByAnother))
+
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NOISE, STARTED = random.random(), time.time_ns()
+
+
+class Numbers(EnvironmentContract):
+    """An environment whose tasks are numbers."""
+
+    def numbers(self) -> list[Any]:
+        raise NotImplementedError
+
+    def make(self) -> Any:
+        return sums([Task(f"What is {number}?", {"answer": "?"}) for number in self.numbers()])
+
+
+class OfHashes(Numbers):
+    def numbers(self) -> list[Any]:
+        return [hash(word) for word in WORDS]
+
+
+class OfASet(Numbers):
+    def numbers(self) -> list[Any]:
+        return list(set(WORDS))
+
+
+class OfAddresses(Numbers):
+    def numbers(self) -> list[Any]:
+        return [id(type(self))]
+
+
+class OfTheProcess(Numbers):
+    def numbers(self) -> list[Any]:
+        return [os.getpid()]
+
+
+class OfNoSeed(Numbers):
+    def numbers(self) -> list[Any]:
+        return [NOISE]
+
+
+class OfTheTime(Numbers):
+    def numbers(self) -> list[Any]:
+        return [STARTED]
+
+
+class AsMany(Numbers):
+    def numbers(self) -> list[Any]:
+        return [0] * (1 + hash("a") % 20_000)
+
+
+class OfASeed(Numbers):
+    def numbers(self) -> list[Any]:
+        return [derive_seed(1, word) for word in WORDS]
+
+
+@pytest.mark.parametrize("kind", [OfHashes, OfASet, OfAddresses, OfTheProcess, OfNoSeed, OfTheTime, AsMany])
+def test_the_contract_catches_tasks_that_differ_from_process_to_process(
+    kind: type[Numbers], another_interpreter: AnotherInterpreter
+) -> None:
+    contract = kind()
+    contract.test_a_fresh_instance_has_the_same_items(contract.make())
+    words = r"in another process.*derive_seed.*hash\(\), id\(\), the order of a set, the time"
+    with pytest.raises(AssertionError, match=f"(?s){words}"):
+        contract.test_another_process_has_the_same_items(contract.make(), another_interpreter)
+
+
+class OfAFile(Numbers):
+    """What fixtures leave in the object and in the class reaches the other process."""
+
+    file = folder = ""
+
+    def numbers(self) -> list[Any]:
+        return Path(self.folder, self.file).read_text().split()
+
+
+def test_tasks_of_a_seed_and_of_a_file_are_the_same_in_another_process(
+    another_interpreter: AnotherInterpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OfASeed().test_another_process_has_the_same_items(OfASeed().make(), another_interpreter)
+    (tmp_path / "numbers").write_text("1 2 3")
+    contract = OfAFile()
+    contract.file = "numbers"
+    monkeypatch.setattr(OfAFile, "folder", str(tmp_path))
+    contract.test_another_process_has_the_same_items(contract.make(), another_interpreter)
+    _, there = another_interpreter.call(contract, "drawn")["train"]
+    assert [task.prompt[0].text for task in there.values()] == [f"What is {number}?" for number in "123"]
+
+
+class OfAServer(Numbers):
+    server: Any
+
+    def numbers(self) -> list[Any]:
+        return [self.server.number]
+
+
+def test_the_rule_is_skipped_where_make_needs_what_only_this_process_has(
+    another_interpreter: AnotherInterpreter,
+) -> None:
+    class Server:
+        number = 3
+
+    contract = OfAServer()
+    contract.server = Server()
+    words = "`make` needs what only the process of the test has: AttributeError: .*'server'"
+    with pytest.raises(pytest.skip.Exception, match=words):
+        contract.test_another_process_has_the_same_items(contract.make(), another_interpreter)
+
+
+@pytest.mark.parametrize("name", [np.int64(3), 3])
+def test_the_contract_catches_the_id_of_a_task_that_is_no_text(name: Any) -> None:
+    with pytest.raises(AssertionError, match=r"wanted text: write str\(\.\.\.\)"):
+        Sums().test_task_data_is_builtins(sums([Task("1+1", {"answer": "2"}, id=name)]))
 
 
 @pytest.mark.parametrize("what", SILENT)

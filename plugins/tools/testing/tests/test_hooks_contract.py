@@ -59,6 +59,24 @@ class Changes(Good):
         metrics["mine"] = 1.0
 
 
+class Awaited(Good):
+    @hookimpl
+    async def whet_step_finished(self, step: int) -> None:  # type: ignore[override]
+        self.heard.append(step)
+
+
+class Yields(Good):
+    @hookimpl
+    def whet_step_finished(self, step: int) -> Any:  # type: ignore[override]
+        yield step
+
+
+class ChecksAsync(Good):
+    @hookimpl
+    async def whet_check_config(self, config: Any) -> list[Any]:
+        return []
+
+
 class Elsewhere(Good):
     @hookimpl(wrapper=True)
     def whet_worker_group(self, group: Any) -> Iterator[None]:
@@ -67,17 +85,23 @@ class Elsewhere(Good):
 
 
 @pytest.mark.parametrize(
-    ("hooks", "rule", "error"),
+    ("hooks", "rule", "error", "words"),
     [
-        (Replaces, "every_hook_is_one_that_whet_knows_and_none_replaces_that_of_core", PluginError),
-        (Unmarked, "every_function_with_the_name_of_a_hook_is_marked", AssertionError),
-        (Replaces, "the_algorithm_runs_once", AssertionError),
-        (Swallows, "an_error_of_the_algorithm_reaches_the_user", pytest.fail.Exception),
-        (Changes, "steps_are_heard_and_their_metrics_stay_as_they_are", AssertionError),
-        (Elsewhere, "workers_answer_as_without_the_hooks", AttributeError),
+        (Replaces, "every_hook_is_one_that_whet_knows_and_none_replaces_that_of_core", PluginError, "would replace"),
+        (Unmarked, "every_function_with_the_name_of_a_hook_is_marked", AssertionError, "not marked with @hookimpl"),
+        (Awaited, "no_hook_is_async", AssertionError, "whet_step_finished: written `async def`.*write `def`"),
+        (ChecksAsync, "no_hook_is_async", AssertionError, "whet_check_config: written `async def`"),
+        (Awaited, "steps_are_heard_and_their_metrics_stay_as_they_are", PluginError, "must neither be `async def`"),
+        (Yields, "steps_are_heard_and_their_metrics_stay_as_they_are", PluginError, "nor contain `yield`"),
+        (Replaces, "the_algorithm_runs_once", AssertionError, "ran 0 times"),
+        (Swallows, "an_error_of_the_algorithm_reaches_the_user", pytest.fail.Exception, "DID NOT RAISE"),
+        (Changes, "steps_are_heard_and_their_metrics_stay_as_they_are", AssertionError, "mine"),
+        (Elsewhere, "workers_answer_as_without_the_hooks", AttributeError, "NoneType"),
     ],
 )
-def test_what_breaks_a_run_is_refused(tmp_path: Any, hooks: type[Good], rule: str, error: type[BaseException]) -> None:
+def test_what_breaks_a_run_is_refused(
+    tmp_path: Any, hooks: type[Good], rule: str, error: type[BaseException], words: str
+) -> None:
     class Contract(HooksContract):
         def make(self, run: RunInfo) -> Any:
             return hooks()
@@ -87,5 +111,5 @@ def test_what_breaks_a_run_is_refused(tmp_path: Any, hooks: type[Good], rule: st
     given = {"run": run, "hooks": Observers(manager, RunFolder(tmp_path)).hooks, "role": "backend"}
     test = getattr(Contract(), f"test_{rule}")
     arguments = test.__code__.co_varnames[1 : test.__code__.co_argcount]
-    with pytest.raises(error):
+    with pytest.raises(error, match=words):
         test(**{name: given[name] for name in arguments})

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from whet.errors import PluginError
 from whet.interfaces.logger import Event, RunInfo
 from whet_testing.contracts.logger import LoggerContract, Rows
 from whet_testing.fakes import MemoryLogger
@@ -167,3 +169,92 @@ def test_the_contract_catches_names_that_do_harm(
     contract.make = kind  # type: ignore[method-assign]
     with pytest.raises((AssertionError, OSError)):
         contract.test_a_hostile_name_does_no_harm(run_in(tmp_path), tmp_path, name, capfd)
+
+
+class AsyncLog(FileLogger):
+    async def log(self, step: int, metrics: Mapping[str, float]) -> None:  # type: ignore[override]
+        super().log(step, metrics)
+
+
+class AsyncStatus(FileLogger):
+    async def status(self, text: str) -> None:  # type: ignore[override]
+        pass
+
+
+class AsyncEvent(FileLogger):
+    async def event(self, event: Event) -> None:
+        pass
+
+
+class YieldsAtRewind(FileLogger):
+    def rewind(self, step: int) -> Any:  # type: ignore[override]
+        yield step
+
+
+class AsyncClose(FileLogger):
+    async def close(self, failed: bool) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(AsyncLog, "log"), (AsyncStatus, "status"), (AsyncEvent, "event"), (YieldsAtRewind, "rewind"),
+     (AsyncClose, "close")],
+)  # fmt: skip
+def test_the_contract_names_a_method_that_would_do_nothing(kind: type[FileLogger], method: str, tmp_path: Path) -> None:
+    contract = LoggerContract()
+    contract.make = kind  # type: ignore[method-assign]
+    words = rf"`{method}` did nothing: `{kind.__name__}.{method}` must neither be `async def` nor contain `yield`"
+    with pytest.raises(PluginError, match=words):
+        contract.test_its_methods_are_not_async(run_in(tmp_path))
+
+
+class LastLoss(FileLogger):
+    """Remembers the last loss over a resume."""
+
+    last: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        self.last = metrics.get("loss", self.last)
+
+    def state(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.last = state["last"]
+
+
+class TestOfALoggerWithAState(Files):
+    def make(self, run: RunInfo) -> Any:
+        return LastLoss(run)
+
+
+class KeepsNumPy(LastLoss):
+    def state(self) -> dict[str, Any]:
+        return {"last": np.float32(self.last)}
+
+
+class LoadsAsync(LastLoss):
+    async def load(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+        pass
+
+
+class OnlyKeeps(FileLogger):
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (KeepsNumPy, "gave what JSON cannot store: Object of type float32"),
+        (LoadsAsync, "`load` did nothing: `LoadsAsync.load` must neither be `async def`"),
+        (OnlyKeeps, "has the method `state` and no `load`"),
+    ],
+)
+def test_the_contract_says_what_is_wrong_with_a_state(kind: type[FileLogger], words: str, tmp_path: Path) -> None:
+    contract = LoggerContract()
+    contract.make = kind  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match=words):
+        contract.test_a_state_is_stored_and_loaded(run_in(tmp_path))

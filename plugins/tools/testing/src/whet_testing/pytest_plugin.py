@@ -5,11 +5,15 @@ pytest loads this module in every session where `whet-testing` is installed, so 
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from whet_testing.another_interpreter import AnotherInterpreter
 
 pytest.register_assert_rewrite("whet_testing.contracts")
 
@@ -94,6 +98,17 @@ def no_orphans() -> Iterator[None]:
         left = survivors(before, patience_seconds=5.0)
         end(left)
     assert not left, f"the test left processes behind: {', '.join(sorted(map(str, left)))}"
+
+
+@pytest.fixture(scope="session")
+def another_interpreter() -> "Iterator[AnotherInterpreter]":
+    """Yield an interpreter in which the hashes of texts are others, to call methods of contracts in it."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("programs are forked on Linux only")
+    from whet_testing.another_interpreter import AnotherInterpreter
+
+    with AnotherInterpreter() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

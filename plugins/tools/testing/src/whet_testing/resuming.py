@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.interfaces.state import states
+from whet.interfaces.state import check_ran, states
 
 
 def assert_resumes(make: Callable[[], Any], drive: Callable[[Any, Any], Any], items: Iterable[Any]) -> None:
@@ -19,7 +19,7 @@ def assert_resumes(make: Callable[[], Any], drive: Callable[[Any, Any], Any], it
     for cut in sorted({1, len(items) // 2, len(items) - 1}):
         before, after = make(), make()
         found = [np.array(drive(before, item)) for item in items[:cut]]
-        after.load(json.loads(json.dumps(states({"it": before})["it"])))
+        check_ran(after.load(json.loads(json.dumps(states({"it": before})["it"]))), "`load`")
         found += [np.array(drive(after, item)) for item in items[cut:]]
         wrong = [
             i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if not np.array_equal(one, other)

@@ -8,7 +8,10 @@ from attrs import define, field, frozen
 
 from whet.component import Spec
 from whet.data.batch import Batch
+from whet.data.files import json_line
 from whet.data.metrics import Metric
+from whet.errors import PluginError
+from whet.interfaces.state import stored
 from whet.run.steps import Step
 from whet_testing.batches import random_batch
 from whet_testing.fakes import Done, FakeBackend
@@ -27,6 +30,8 @@ class Event:
     """Number of the step under way; 0 before the first step."""
     batch: Batch | None = None
     value: Any = None
+    weights: str = ""
+    """Of a call of `score`: the set of weights."""
 
 
 @define
@@ -40,9 +45,9 @@ class Watch:
     roles: "dict[str, Watch]" = field(factory=dict)
     """The calls of further models, by role."""
 
-    def note(self, name: str, batch: Batch | None = None, value: Any = None) -> None:
+    def note(self, name: str, batch: Batch | None = None, value: Any = None, weights: str = "") -> None:
         """Record a call."""
-        self.events.append(Event(name, self.step, batch, value))
+        self.events.append(Event(name, self.step, batch, value, weights))
 
     def named(self, name: str) -> list[Event]:
         """Return the calls of one name."""
@@ -77,13 +82,21 @@ class WatchedSteps:
         self._watch.note("start", value=metrics)
 
     def publish(self, name: str, event: Any) -> None:
-        """Record a table of a step."""
+        """Record a table of a step. Raises `PluginError` for rows that a run could not write."""
+        for row in event.rows:
+            _check_row(event.name, row)
         self._watch.note("table", value=event)
 
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
-        """Record the call, the state and the metrics of a finished step."""
+        """Record the call, the state and the metrics of a finished step.
+
+        Raises `PluginError` for a state that JSON would change, and for metrics that are no numbers.
+        """
+        for name, metric in metrics.items():
+            _check_metric(name, metric)
         self._watch.note("finish", batch, step.number)
-        self._watch.states[step.number] = dict(self.state)
+        kept = {key: stored(f"steps.state[{key!r}]", {key: value})[key] for key, value in self.state.items()}
+        self._watch.states[step.number] = kept
         self.metrics.append(dict(metrics))
         self.done = step.number
 
@@ -102,7 +115,7 @@ class WatchedBackend(FakeBackend):
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Any = "policy") -> dict[str, Any]:
         """Record the call, and score as `FakeBackend` does."""
-        self._watch.note("score", batch, outputs)
+        self._watch.note("score", batch, outputs, weights)
         return super().score(batch, outputs, weights)
 
     def sleep(self) -> None:
@@ -136,6 +149,30 @@ class WatchedRollouts:
         )
         self._watch.note("take", batch, groups)
         return batch
+
+
+def _check_row(table: str, row: Any) -> None:
+    """Raise `PluginError` unless a row of a table is a mapping of builtins."""
+    who = f"step.table({table!r}) has the row {row!r:.200}"
+    if not isinstance(row, Mapping):
+        raise PluginError(f"{who}; wanted a mapping of column names to builtins")
+    for name, value in row.items():
+        try:
+            json_line({name: value})
+        except (TypeError, ValueError) as error:
+            words = "wanted builtins: write int(...), float(...) or .tolist()"
+            raise PluginError(f"{who}, in which {name!r} is {value!r:.60}; {words}") from error
+
+
+def _check_metric(name: str, metric: Metric) -> None:
+    """Raise `PluginError` unless a metric becomes a number under a free name."""
+    if name in ("step", "time"):
+        raise PluginError(f"a metric is named {name!r}, a key of every row in metrics.jsonl; rename it")
+    try:
+        metric.number()
+    except (TypeError, ValueError) as error:
+        found = f"step.log: {name} is a {metric.kind} of {metric.value!r:.60}"
+        raise PluginError(f"{found}, wanted one number: write float(values.sum()), and len(values) as count") from error
 
 
 def watched_sync(watch: Watch) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from whet.config.structure import structure
 from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from whet.data.model_info import read_model
 from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts, Parts
+from whet.interfaces.state import check_ran
 from whet.plan.plan import facts_of
 from whet.plugins.registry import Registry, load_plugins
 from whet_chat.tokenizer import ChatTokenizer
@@ -129,6 +130,19 @@ class AlgorithmContract:
             missing = [name for name in build(event.value).columns if name not in event.batch]
             assert not missing, f"the loss reads {missing}, and the batch has {event.batch.columns}"
 
+    def test_its_facts_name_the_columns_that_the_loss_reads(
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        watch = self._run(selection, facts, chat, tmp_path, steps=2)
+        sampled = {*ROLLOUT_COLUMNS, "greedy_reward"} if "rollouts" in facts.inputs else set()
+        known = {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS, *sampled, *facts.columns_written}
+        for event in [event for one in (watch, *watch.roles.values()) for event in one.named("train")]:
+            hidden = sorted(set(build(event.value).columns) - known)
+            assert not hidden, (
+                f"the loss reads {', '.join(hidden)}, which the algorithm adds and its facts do not name: `whet check` "
+                "would refuse the loss. Add it to AlgorithmFacts.columns_written"
+            )
+
     def test_it_adds_no_columns_but_those_of_its_facts(
         self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
@@ -138,7 +152,41 @@ class AlgorithmContract:
         known = {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS, *ROLLOUT_COLUMNS, "greedy_reward", *facts.columns_written}
         for event in watch.named("train"):
             assert event.batch is not None
-            assert set(event.batch.columns) <= known
+            hidden = sorted(set(event.batch.columns) - known)
+            assert not hidden, (
+                f"the batch has the columns {', '.join(hidden)}, which the algorithm adds and its facts do not name: "
+                "`whet check` would refuse a loss that reads them. Add them to AlgorithmFacts.columns_written"
+            )
+
+    def test_it_scores_only_what_its_facts_say(
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        watch = self._run(selection, facts, chat, tmp_path, steps=2)
+        given = {"": (watch, facts.outputs_needed | {"logprobs"}, "AlgorithmFacts.outputs_needed")}
+        for name, need in facts.roles.items():
+            given[f" with the role {name}"] = watch.roles[name], need.outputs, "the `outputs` of its RoleNeed"
+        for where, (calls, known, place) in given.items():
+            scored = {output.partition(":")[0] for event in calls.named("score") for output in event.value}
+            hidden = sorted(scored - known)
+            assert not hidden, (
+                f"it scores {', '.join(hidden)}{where}, and its facts do not say so: `whet check` would accept a "
+                f"backend that cannot compute it. Add it to {place}"
+            )
+        hidden = sorted({event.weights for event in watch.named("score")} - {"policy", *facts.weights_needed})
+        assert not hidden, (
+            f"it scores with the weights {', '.join(hidden)}, and its facts do not say so: `whet check` would accept a "
+            "backend that does not hold them. Add them to AlgorithmFacts.weights_needed"
+        )
+
+    def test_it_trains_only_models_that_its_facts_call_trained(
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        watch = self._run(selection, facts, chat, tmp_path, steps=2)
+        for name, need in facts.roles.items():
+            assert need.trained or not watch.roles[name].named("train"), (
+                f"it trains the role {name}, and its facts do not say so: a checkpoint would lack its weights. Write "
+                "RoleNeed(..., trained=True)"
+            )
 
     def test_it_takes_as_many_groups_as_its_facts_say(
         self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
@@ -193,7 +241,8 @@ class AlgorithmContract:
     ) -> Watch:  # fmt: skip
         watch = Watch()
         algorithm = resolve(selection.component.target)(selection.config)
-        algorithm.run(self._parts(watch, selection, facts, chat, folder, WatchedSteps(watch, steps, done, state)))
+        parts = self._parts(watch, selection, facts, chat, folder, WatchedSteps(watch, steps, done, state))
+        check_ran(algorithm.run(parts), "the algorithm")
         return watch
 
     def _parts(

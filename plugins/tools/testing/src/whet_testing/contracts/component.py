@@ -86,6 +86,16 @@ assert torch is None or not torch.cuda.is_initialized(), "importing them opened 
 """
 
 
+def assert_plain(owner: object) -> None:
+    """Fail if a hook of a module or an object is async."""
+    hooks = {name: getattr(owner, name) for name in dir(owner) if name.startswith("whet_")}
+    found = [n for n, f in hooks.items() if inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f)]
+    assert not found, (
+        f"{', '.join(found)}: written `async def`. whet calls a hook and awaits nothing, so its body would never run; "
+        "write `def`"
+    )
+
+
 class ComponentContract:
     """Inherit this class and set `hooks`."""
 
@@ -137,6 +147,9 @@ class ComponentContract:
             if name.startswith("whet_") and inspect.isfunction(value) and not hasattr(value, "whet_impl")
         ]
         assert not unmarked, f"not marked with @hookimpl, so never called: {', '.join(unmarked)}"
+
+    def test_no_hook_is_async(self) -> None:
+        assert_plain(self.module())
 
     def test_what_it_offers_are_components(self) -> None:
         for kind, component in self.components():

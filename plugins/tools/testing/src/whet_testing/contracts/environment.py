@@ -14,6 +14,7 @@ raise nor hang.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,11 +29,13 @@ from whet.interfaces.environment import (
     Adaptive,
     Environment,
     GroupRewarding,
+    check_weights,
     checked_rewards,
     stated_answer,
     states_answers,
 )
-from whet.interfaces.state import Stateful
+from whet.interfaces.state import Stateful, check_ran, states
+from whet_testing.another_interpreter import AnotherInterpreter, NotThereError
 from whet_testing.deadline import deadline
 from whet_testing.fakes import FakeModel
 from whet_testing.hostile import HOSTILE_ANSWERS
@@ -42,6 +45,13 @@ from whet_testing.wrong_answers import holds, wrong_variants
 
 Gold = str | Sequence[str] | None
 Script = str | Sequence[str] | Callable[[Conversation], str]
+Drawn = dict[str, tuple[int, dict[int, Task]]]
+"""By split: how many tasks there are, and some of them by position."""
+OF_A_PROCESS = (
+    "a resumed run, its workers and the next machine would play other tasks. Draw from a seed with "
+    "whet.data.randomness.derive_seed, and leave out what differs from process to process: hash(), id(), the order of "
+    "a set, the time, `random` without a seed"
+)
 BUILTINS = (str, int, float, bool, bytes, type(None))
 
 
@@ -89,6 +99,22 @@ class EnvironmentContract:
     def test_it_is_an_environment(self, environment: Environment) -> None:
         assert isinstance(environment, Environment)
 
+    def test_its_methods_are_async_only_where_they_are_awaited(self, environment: Environment) -> None:
+        one: Any = environment  # a wrong one has methods of other types
+        check_ran(one.tasks(self.splits[0]), "`tasks`")
+        check_weights(one.reward_weights)
+        task = one.tasks(self.splits[0])[0]
+        if states_answers(one):
+            check_ran(one.final_answer((*task.prompt, Message("assistant", "I do not know."))), "`final_answer`")
+        if isinstance(environment, Adaptive):
+            check_ran(difficulty := one.difficulty(), "`difficulty`")
+            check_ran(one.adapted(task, difficulty), "`adapted`")
+            check_ran(one.observe([]), "`observe`")
+        _check_awaited("run", lambda: one.run(task, FakeModel("I do not know.")))
+        if isinstance(environment, GroupRewarding):
+            episode = self._episode(environment, task, "I do not know.", 0)
+            _check_awaited("group_rewards", lambda: one.group_rewards(task, [episode]))
+
     def test_it_states_answers_as_its_facts_say(self, environment: Environment) -> None:
         if self.states_answers is None:
             pytest.skip("its facts do not say whether it states answers")
@@ -120,6 +146,22 @@ class EnvironmentContract:
             assert len(one) == len(two)
             assert [one[i] for i in _sample(len(one), 5)] == [two[i] for i in _sample(len(two), 5)]
         other.close()
+
+    def test_another_process_has_the_same_items(
+        self, environment: Environment, another_interpreter: AnotherInterpreter
+    ) -> None:
+        try:
+            there = another_interpreter.call(self, "drawn")
+        except NotThereError as error:
+            pytest.skip(f"`make` needs what only the process of the test has: {error}")
+        for split, (length, tasks) in _drawn(environment, self.splits).items():
+            found, others = there[split]
+            assert found == length, f"{split!r} has {length} tasks, and {found} in another process; {OF_A_PROCESS}"
+            changed = [i for i in tasks if tasks[i] != others[i]]
+            assert not changed, (
+                f"task {changed[0]} of {split!r} is {tasks[changed[0]]!r:.200}, and in another process it is "
+                f"{others[changed[0]]!r:.200}; {OF_A_PROCESS}"
+            )
 
     def test_an_unknown_split_raises_DataError_naming_the_splits(self, environment: Environment) -> None:
         with pytest.raises(DataError) as caught:
@@ -161,6 +203,16 @@ class EnvironmentContract:
     def test_task_data_is_builtins(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, 5):
             assert _is_plain(task.data), f"{task.data!r:.200} holds something that is no builtin"
+            assert isinstance(task.id, str), f"the id of {task!r:.200} is {task.id!r:.60}, wanted text: write str(...)"
+
+    def test_its_state_is_stored_and_loaded(self, environment: Environment) -> None:
+        self._play(environment, environment.tasks(self.splits[0])[0], "I do not know.")
+        saved = states({"the environment": environment})
+        if not saved:
+            pytest.skip("it has no state")
+        again: Any = self.make()
+        check_ran(again.load(saved["the environment"]), "`load`")
+        again.close()
 
     def test_an_episode_gives_finite_named_rewards(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, 2):
@@ -256,7 +308,7 @@ class EnvironmentContract:
         assert isinstance(environment.adapted(task, difficulty), Task)
         assert environment.adapted(task, difficulty) == environment.adapted(task, difficulty)
         assert repr(environment.tasks(self.splits[0])[0]) == before
-        environment.observe([])
+        check_ran(environment.observe([]), "`observe`")  # type: ignore[func-returns-value] # a wrong one returns
         assert environment.difficulty() == difficulty
 
     def test_a_resumed_state_goes_on_as_if_nothing_had_happened(self) -> None:
@@ -295,8 +347,8 @@ class EnvironmentContract:
             assert [dict(rewards) for rewards in asyncio.run(together())] == alone
 
     def test_closing_twice_is_safe(self) -> None:
-        environment = self.make()
-        environment.close()
+        environment: Any = self.make()
+        check_ran(environment.close(), "`close`")
         environment.close()
 
     def test_closing_leaves_no_process_behind(self, no_orphans: None) -> None:
@@ -304,6 +356,14 @@ class EnvironmentContract:
         task = environment.tasks(self.splits[0])[0]
         self._play(environment, task, self.gold(task) or "I do not know.")
         environment.close()
+
+    def drawn(self) -> Drawn:
+        """Return the length and some tasks of each split of a fresh environment."""
+        environment = self.make()
+        try:
+            return _drawn(environment, self.splits)
+        finally:
+            environment.close()
 
     def _gold_or_skip(self, task: Task) -> str | Sequence[str]:
         gold = self.gold(task)
@@ -380,6 +440,25 @@ def _tasks(environment: Environment, splits: Iterable[str], most: int) -> list[T
         tasks = environment.tasks(split)
         found += [tasks[i] for i in _sample(len(tasks), most)]
     return found
+
+
+def _drawn(environment: Environment, splits: Iterable[str]) -> Drawn:
+    found = {split: environment.tasks(split) for split in splits}
+    return {split: (len(tasks), {i: tasks[i] for i in _sample(len(tasks), 8)}) for split, tasks in found.items()}
+
+
+def _check_awaited(method: str, call: Callable[[], Any]) -> None:
+    """Fail unless a method returns what can be awaited."""
+
+    async def called() -> None:
+        found = call()
+        assert inspect.isawaitable(found), (
+            f"`{method}` returned {found!r:.60}, and whet awaits what it returns; write `async def {method}` "
+            "without `yield`"
+        )
+        asyncio.ensure_future(found).cancel()
+
+    asyncio.run(called())
 
 
 def _is_plain(value: Any) -> bool:

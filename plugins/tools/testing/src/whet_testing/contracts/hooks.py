@@ -17,12 +17,14 @@ import pytest
 from whet.data.batch import Batch
 from whet.errors import WorkerError
 from whet.interfaces.logger import RunInfo
+from whet.interfaces.state import check_ran
 from whet.interfaces.workers import WorkerRank
 from whet.plugins.registry import new_manager, register
 from whet.run.observers import Observers
 from whet.run.run_folder import RunFolder
 from whet.runtime.inline import InlineWorkerGroup
 from whet_testing.batches import random_batch
+from whet_testing.contracts.component import assert_plain
 from whet_testing.deadline import deadline
 
 METRICS = {"loss": 0.5, "reward/mean": 0.25, "seconds/step": 1.5}
@@ -101,6 +103,9 @@ class HooksContract:
         unmarked = [name for name in named if not hasattr(getattr(made, name), "whet_impl")]
         assert not unmarked, f"not marked with @hookimpl, so never called: {', '.join(unmarked)}"
 
+    def test_no_hook_is_async(self, run: RunInfo) -> None:
+        assert_plain(self.make(run))
+
     def test_the_algorithm_runs_once(self, run: RunInfo, hooks: Any) -> None:
         loop = Loop()
         hooks.whet_run(algorithm=loop, parts=self.parts(run))
@@ -114,7 +119,8 @@ class HooksContract:
         metrics = dict(METRICS)
         with deadline(20, "hearing of 100 steps"):
             for step in range(1, 101):
-                hooks.whet_step_finished(step=step, metrics=metrics)
+                for found in hooks.whet_step_finished(step=step, metrics=metrics):
+                    check_ran(found, "whet_step_finished")
         assert metrics == METRICS
 
     @pytest.mark.parametrize("role", ["backend", "generator", "critic"])

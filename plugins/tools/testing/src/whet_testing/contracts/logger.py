@@ -13,11 +13,13 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from whet.interfaces.logger import Event, Logger, RunInfo
+from whet.interfaces.state import check_ran, states
 from whet_testing.deadline import deadline
 
 Rows = list[tuple[int, dict[str, float]]]
@@ -50,6 +52,26 @@ class LoggerContract:
         logger = self.make(run)
         assert isinstance(logger, Logger)
         logger.close(failed=False)
+
+    def test_its_methods_are_not_async(self, run: RunInfo) -> None:
+        logger: Any = self.make(run)
+        check_ran(logger.status("starting"), "`status`")
+        check_ran(logger.log(1, _numbers(1)), "`log`")
+        if hasattr(logger, "event"):
+            check_ran(logger.event(Event("saved", 1, details={"step": 1})), "`event`")
+        check_ran(logger.rewind(0), "`rewind`")
+        check_ran(logger.close(failed=False), "`close`")
+
+    def test_a_state_is_stored_and_loaded(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.log(1, _numbers(1))
+        saved = states({"the logger": logger})
+        logger.close(failed=True)
+        if not saved:
+            pytest.skip("it has no state")
+        again: Any = self.make(RunInfo(run.folder, run.name, run.config, run.steps, resumed_from=1))
+        check_ran(again.load(saved["the logger"]), "`load`")
+        again.close(failed=False)
 
     def test_a_whole_run_is_logged(self, run: RunInfo) -> None:
         logger = self.make(run)
