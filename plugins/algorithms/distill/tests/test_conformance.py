@@ -100,6 +100,25 @@ class TestFullKl(LossContract):
         return FullKl(FullKlConfig(forward=0.4, likelihood=0.1))
 
 
+class TestTopkKlBySequence(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig(aggregation="sequence", likelihood=0.5))
+
+
+class TestFullKlByAConstant(LossContract):
+    optional_columns = ("version",)
+
+    def make(self):
+        return FullKl(FullKlConfig(aggregation="constant", max_length=9, count_empty=True, likelihood=0.1))
+
+
+class TestTeacherPgBySequence(LossContract):
+    optional_columns = ("old_logprobs",)
+
+    def make(self):
+        return TeacherPg(TeacherPgConfig(aggregation="sequence"))
+
+
 class TestTeacherPg(LossContract):
     optional_columns = ("old_logprobs",)
 

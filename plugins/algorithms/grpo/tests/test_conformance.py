@@ -20,6 +20,7 @@ from whet_grpo.advantages import (
 from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
+    DppoConfig,
     GdpoConfig,
     GmpoConfig,
     GroupMeanConfig,
@@ -34,6 +35,7 @@ from whet_grpo.config import (
     SapoConfig,
     TurnReturnsConfig,
     UnequalRewardsConfig,
+    VespoConfig,
 )
 from whet_grpo.filters import UnequalRewards
 from whet_ops.algorithms.config import KlLossSection, LikelihoodSection
@@ -77,6 +79,20 @@ class TestGrpoWithTheRest(TestGrpo):
     }  # fmt: skip
 
 
+class TestGrpoWithClipCov(TestGrpo):
+    document = {
+        "prompts_per_step": 4, "group_size": 4, "covariance": {"method": "clip-cov", "share": 0.1, "low": 0.0},
+        "correction": CORRECTION, "loss": "dppo", "overlong": {"factor": 0.5},
+    }  # fmt: skip
+
+
+class TestGrpoWithKlCov(TestGrpo):
+    document = {
+        "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "covariance": {"method": "kl-cov", "share": 0.1},
+        "loss": "vespo",
+    }  # fmt: skip
+
+
 class TestGrpoWithOpo(TestGrpo):
     document = {"prompts_per_step": 4, "group_size": 4, "advantages": "opo", "loss": "gmpo"}
 
@@ -96,8 +112,16 @@ MAKERS = {
     "cispo": lambda **shared: losses.Cispo(CispoConfig(clip_low=0.8, clip_high=0.3, **shared)),
     "gmpo": lambda **shared: losses.Gmpo(GmpoConfig(**shared)),
     "sapo": lambda **shared: losses.Sapo(SapoConfig(**shared)),
+    "vespo": lambda **shared: losses.Vespo(VespoConfig(**shared)),
+    "dppo": lambda **shared: losses.Dppo(DppoConfig(bound_low=0.1, max_weight=2.0, **shared)),
+    "dppo by kl": lambda **shared: losses.Dppo(DppoConfig(divergence="kl", bound_high=0.05, **shared)),
     "reinforce": lambda **shared: losses.Reinforce(ReinforceConfig(**shared)),
 }
+
+
+def old_kl_weight(batch: Any, rng: Any) -> Any:
+    """Return a weight for some trained tokens [N], also where the advantage is 0."""
+    return np.where(batch["loss_mask"] & (rng.random(batch.tokens) < 0.3), 0.7, 0).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
@@ -126,6 +150,11 @@ class TestLossesOfTokens(EveryLoss):
     optional_columns = ("old_logprobs",)
     makers = {"advantages": token_advantages}
     shared = {"aggregation": "constant", "max_length": 20, "entropy": True}
+
+
+class TestLossesThatKeepSomeTokensNearTheOldPolicy(EveryLoss):
+    optional_columns = ("old_logprobs", "old_kl_weight")
+    makers = {"old_kl_weight": old_kl_weight}
 
 
 class TestLossesThatCountEmptySequences(EveryLoss):

@@ -228,6 +228,24 @@ def test_only_the_uncertain_tokens_teach() -> None:
     assert 0 < np.count_nonzero(advantages) <= 32
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"covariance": {"method": "clip-cov", "share": 1.0, "low": 1e-6, "high": 99.0}, "minibatches": 2},
+        {"covariance": {"method": "kl-cov", "share": 0.2, "weight": 10.0}, "epochs": 3},
+    ],
+)
+def test_where_tokens_of_large_covariance_are_treated_the_policy_stays_uncertain(changes: Any) -> None:
+    """What lowers the entropy of the bandit is the right letter, once it is likely."""
+    entropies = []
+    for section in (changes["covariance"], {}):
+        policy, steps = run(15, [], prompts_per_step=8, learning_rate=1.0, **{**changes, "covariance": section})
+        assert ("covariance/share" in steps[-1].metrics) == bool(section)
+        logprobs = torch.log_softmax(policy.acting, 0)
+        entropies.append(-float((logprobs.exp() * logprobs).sum()))
+    assert entropies[0] > 1.5 * entropies[1]
+
+
 def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:
     component = Component("unequal-rewards", UnequalRewardsConfig, "whet_grpo.filters:UnequalRewards")
     unequal = Selection("filters", component, UnequalRewardsConfig())
@@ -314,6 +332,13 @@ def test_a_loss_that_reads_old_logprobs_always_gets_them(staleness: int, source:
     component = evolve(config.loss.component, facts=f"{__name__}:reading_facts")
     changed = evolve(config, loss=evolve(config.loss, component=component))
     assert choose_old_logprobs(changed, staleness) == source
+
+
+@pytest.mark.parametrize(("staleness", "source"), [(0, "score"), (1, "sampler")])
+@pytest.mark.parametrize("method", ["clip-cov", "kl-cov"])
+def test_a_covariance_always_gets_old_logprobs(method: str, staleness: int, source: str) -> None:
+    config = structure({"covariance": {"method": method}}, GrpoConfig, load_plugins())
+    assert choose_old_logprobs(config, staleness) == source
 
 
 def reading_facts(config: object, model: ModelInfo) -> LossFacts:

@@ -63,6 +63,10 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"loss": {**LOSS, "aggregation": "sequence", "count_empty": True, "count_masked": False}},
         {"loss": {**LOSS, "likelihood": {"weight": 0.1, "at_least": -math.inf}}},
         {"advantages": {"use": "gdpo", "over": "tokens", "centre": True, "epsilon_at": "variance"}},
+        {"covariance": {"method": "clip-cov", "share": 0.01, "low": 0.5, "high": 2.0}},
+        {"covariance": {"method": "kl-cov", "weight": 0.5}, "minibatches": 2},
+        {"covariance": {"method": "kl-cov"}, "old_logprobs": "sampler", "loss": "gspo"},
+        {"covariance": {"method": "clip-cov"}, "loss": "dppo", "old_logprobs": "sampler", "overlong": {"factor": 0.0}},
     ],
 )
 def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any]) -> None:
@@ -120,6 +124,23 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             {"advantages": {"use": "gdpo", "scale": "none", "std_over": "others"}},
             "algorithm.advantages.std_over", "which divides by nothing",
         ),
+        ({"covariance": {"share": 0.1}}, "algorithm.covariance.share", "has no effect with method: none"),
+        (
+            {"covariance": {"method": "clip-cov", "weight": 2.0}},
+            "algorithm.covariance.weight", "has no effect with method: clip-cov",
+        ),
+        (
+            {"covariance": {"method": "kl-cov", "low": 2.0}, "minibatches": 2},
+            "algorithm.covariance.low", "has no effect with method: kl-cov",
+        ),
+        ({"covariance": {"method": "clip-cov", "low": 6.0}}, "algorithm.covariance.low", "not below `high`, which is"),
+        ({"covariance": {"method": "kl-cov"}}, "algorithm.covariance.method", "no effect with one optimizer step"),
+        (
+            {"covariance": {"method": "kl-cov"}, "minibatches": 2, "loss": "teacher-pg"},
+            "algorithm.covariance.method", "this loss has no penalty for the distance to the old policy",
+        ),
+        ({"covariance": {"method": "clip-cov"}, "loss": "gspo"}, "algorithm.loss", "wants one advantage for each"),
+        ({"loss": "vespo", "top_entropy": {"share": 0.2}}, "algorithm.loss", "wants one advantage for each"),
         ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
         ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
         ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),

@@ -18,11 +18,13 @@ from whet_grpo import losses
 from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
+    DppoConfig,
     GmpoConfig,
     GspoConfig,
     OffPolicySection,
     ReinforceConfig,
     SapoConfig,
+    VespoConfig,
 )
 from whet_ops.algorithms.config import KlLossSection, LikelihoodSection, TopEntropySection
 from whet_ops.algorithms.policy_steps import keep_uncertain
@@ -276,6 +278,8 @@ def test_off_policy_masking_is_that_of_deepseek() -> None:
         lambda **o: losses.Gspo(GspoConfig(ratio="product", **o)),
         lambda **o: losses.Gmpo(GmpoConfig(**o)),
         lambda **o: losses.Sapo(SapoConfig(**o)),
+        lambda **o: losses.Vespo(VespoConfig(**o)),
+        lambda **o: losses.Dppo(DppoConfig(max_weight=1e6, **o)),
     ],
 )
 def test_a_ratio_is_bounded_where_it_is_asked_to_be(loss: Any) -> None:

@@ -47,6 +47,13 @@ class TestPpoInOneStep(AlgorithmContract):
     document = {"prompts_per_step": 8, "minibatches": 1, "gae": {"whiten": "none"}}
 
 
+class TestPpoWithTokensOfLargeCovariance(AlgorithmContract):
+    use = "ppo"
+    document = {
+        "prompts_per_step": 8, "covariance": {"method": "kl-cov", "share": 0.1}, "overlong": {"factor": 0.0},
+    }  # fmt: skip
+
+
 class TestPpoClip(LossContract):
     makers = {"advantages": token_advantages}
     config = PpoClipConfig(clip_high=0.3)

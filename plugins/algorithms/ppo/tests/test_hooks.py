@@ -33,6 +33,9 @@ def problems(tmp_path, tiny_model_folder):
 
 def test_it_is_right_as_it_stands(problems):
     assert problems() == []
+    assert problems(covariance={"method": "kl-cov"}) == []
+    assert problems(covariance={"method": "kl-cov"}, minibatches=1, old_logprobs="sampler") == []
+    assert problems(["rollout.max_staleness=1"], covariance={"method": "kl-cov"}, minibatches=1) == []
     assert problems(loss="clipped-pg", filters=["unequal-rewards"], group_size=4) == []
 
 
@@ -77,6 +80,11 @@ def test_a_critic_without_values_is_refused_once(problems):
         ({"loss": {"use": "ppo-clip", "clip_dual": 1.1}}, "algorithm.loss.clip_dual: is 1.1, wanted more than 1 +"),
         ({"overlong": {"mask": True}, "gae": {"truncated": "bootstrap"}}, "algorithm.gae.truncated: has no effect"),
         ({"old_logprobs": "sampler", "correction": {"mask": "token"}}, "algorithm.correction: compares the trainer's"),
+        (
+            {"covariance": {"method": "kl-cov"}, "minibatches": 1},
+            "algorithm.covariance.method: is kl-cov, which has no",
+        ),
+        ({"covariance": {"weight": 0.5}}, "algorithm.covariance.weight: has no effect with method: none"),
     ],
 )
 def test_what_does_not_go_together_is_refused(problems, algorithm, message):

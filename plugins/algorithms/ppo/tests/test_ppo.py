@@ -66,6 +66,7 @@ def test_the_order_of_a_step(run):
         ({"staleness": 1, "minibatches": 1, "correction": {"weights": "token"}}, []),
         ({"minibatches": 1, "correction": {"max_token_gap": 1.0}}, ["policy logprobs policy"]),
         ({"epochs": 2}, ["policy logprobs policy"]),
+        ({"minibatches": 1, "covariance": {"method": "clip-cov"}}, ["policy logprobs policy"]),
         ({"minibatches": 1, "kl_reward": {"weight": 0.1}}, ["policy logprobs reference"]),
     ],
 )

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from whet_ops.losses import (
     cispo,
     clip_ratio,
     clipped_policy_gradient,
+    dppo,
     gmpo,
     near_policy,
     reinforce,
     sapo,
     sequence_ratio,
+    vespo,
 )
 
 
@@ -190,6 +193,9 @@ def test_every_loss_is_proportional_to_its_advantages(scale: float, seed: int) -
         lambda a: reinforce(logprobs, old, a, 2.0),
         lambda a: sapo(logprobs, old, a),
         lambda a: gmpo(logprobs, old, a, MASK, LENGTHS),
+        lambda a: vespo(logprobs, old, a, MASK, LENGTHS),
+        lambda a: dppo(logprobs, old, a, "tv", 0.05, 0.05),
+        lambda a: dppo(logprobs, old, a, "kl", 0.05, 0.05, None),
     ):
         torch.testing.assert_close(loss(advantages * scale).loss, loss(advantages).loss * scale, rtol=1e-4, atol=1e-5)
 
@@ -207,6 +213,10 @@ def test_tokens_that_cannot_occur_leave_every_loss_finite(own: float, other: flo
         lambda p: reinforce(p, old, advantages),
         lambda p: sapo(p, old, advantages),
         lambda p: gmpo(p, old, advantages, mask, lengths),
+        lambda p: vespo(p, old, advantages, mask, lengths),
+        lambda p: vespo(p, old, advantages, mask, lengths, (9.0, 9.0), (0.1, 0.1), 0.0),
+        lambda p: dppo(p, old, advantages, "tv"),
+        lambda p: dppo(p, old, advantages, "kl", max_weight=None, limit=0.0),
     ):
         logprobs = tensor(own).requires_grad_()
         found = loss(logprobs)
@@ -264,6 +274,42 @@ def test_the_geometric_mean_of_gmpo_is_worked_by_hand() -> None:
     assert gradient.tolist() == pytest.approx([0.0, -good, bad, 0.0], rel=1e-5)
     assert found.clipped_high.tolist() == [True, False, False, False]
     assert found.clipped_low.tolist() == [False, False, False, True]
+
+
+def test_the_weight_of_vespo_is_worked_by_hand() -> None:
+    """Ratios of 1.25 and 1.6 make 2 for the good response, .5 and .5 make .25 for the bad one."""
+    ratios = (1.25, 1.6, 0.5, 0.5)
+    logprobs = tensor(*(math.log(r) - 2 for r in ratios)).requires_grad_()
+    mask, lengths = torch.ones(4, dtype=torch.bool), torch.tensor([2, 2])
+    found = vespo(logprobs, tensor(-2, -2, -2, -2), tensor(3.0, 3.0, -1.0, -1.0), mask, lengths)
+    good, bad = 2**2 * math.exp(3 * (1 - 2)), 0.25**3 * math.exp(2 * (1 - 0.25))
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-3 * good, -3 * good, bad, bad], rel=1e-5)
+    assert found.ratio.tolist() == pytest.approx([2, 2, 0.25, 0.25], rel=1e-5)
+    assert not found.clipped.any()
+
+
+def test_on_policy_vespo_and_dppo_are_reinforce() -> None:
+    logprobs, advantages = tensor(-0.5, 0.0, -1.0, -2.0, -0.1).requires_grad_(), tensor(1.0, 1.0, 1.0, -2.0, -2.0)
+    old = logprobs.detach()
+    expected = -advantages * logprobs
+    for found in (vespo(logprobs, old, advantages, MASK, LENGTHS), dppo(logprobs, old, advantages)):
+        torch.testing.assert_close(found.loss, expected)
+        slopes = (torch.autograd.grad(loss.sum(), logprobs, retain_graph=True)[0] for loss in (found.loss, expected))
+        torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize(("divergence", "bound"), [("tv", 0.1), ("kl", 0.02)])
+def test_the_trust_region_of_dppo_is_worked_by_hand(divergence: Any, bound: float) -> None:
+    """A rare token may become ten times as likely; a frequent one may not change by 0.2, towards its advantage."""
+    old, new = tensor(0.001, 0.5, 0.5, 0.7, 0.7, 0.5), tensor(0.01, 0.7, 0.3, 0.5, 0.9, 0.55)
+    advantages = tensor(1, 1, 1, -1, -1, 1)
+    logprobs = new.log().requires_grad_()
+    found = dppo(logprobs, old.log(), advantages, divergence, bound, bound, max_weight=5.0)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-5.0, 0.0, -0.6, 0.0, 0.9 / 0.7, -1.1], rel=1e-5)
+    assert found.clipped_high.tolist() == [False, True, False, False, False, False]
+    assert found.clipped_low.tolist() == [False, False, False, True, False, False]
 
 
 def test_only_bad_responses_that_have_become_unlikely_are_masked() -> None:

@@ -13,6 +13,7 @@ from whet.data.metrics import histogram_rows
 from whet_ops.aggregation import Aggregation, count, total
 from whet_ops.algorithms.config import (
     CorrectionSection,
+    CovarianceSection,
     KlControlSection,
     KlRewardSection,
     OverlongSection,
@@ -27,6 +28,7 @@ from whet_ops.algorithms.policy_steps import (
     penalise_kl,
     penalise_overlong,
     place_correction,
+    treat_covariance,
 )
 from whet_ops.correction import gap, importance_weights
 from whet_testing.batches import random_batch
@@ -112,6 +114,20 @@ def test_an_episodes_length_is_that_of_all_its_responses() -> None:
     assert metrics["reward/overlong"].number() == pytest.approx(-1)
     given_length, _ = penalise_overlong(batch(), evolve(section, length=60), max_tokens=6)
     assert given_length["reward"].tolist() == [1, 3, 3]
+
+
+def test_a_cut_episode_loses_a_factor_of_its_reward_before_the_penalty_for_its_length() -> None:
+    found, metrics = penalise_overlong(batch(), OverlongSection(factor=0.25), max_tokens=6)
+    # one of the two sequences of the second episode is cut, and both have the reward of the episode
+    assert found["reward"].tolist() == [1, 0.75, 0.75]
+    assert found["reward:overlong"].tolist() == [0, -2.25, -2.25]
+    assert found.info["penalties"] == ("overlong",)
+    assert metrics["reward/overlong"].number() == pytest.approx(-1.5)
+    both, _ = penalise_overlong(batch(), OverlongSection(factor=0.25, penalty=2.0, buffer=4), max_tokens=6)
+    assert both["reward"].tolist() == [1, 0.75 - 1.5, 0.75 - 1.5]
+    parts = batch(conversation=np.array([0, 1, 1]), episode=np.array([0, 1, 1]))
+    whole, _ = penalise_overlong(parts, OverlongSection(factor=0.25), max_tokens=6)
+    assert whole["reward"].tolist() == [1, 3, 3], "the last part of the conversation stopped"
 
 
 def test_the_divergence_is_charged_at_each_token_and_summed_over_the_episode() -> None:
@@ -311,3 +327,84 @@ def test_where_all_tokens_teach_nothing_is_scored() -> None:
     assert keep_uncertain(given, None, TopEntropySection())[0] is given  # type: ignore[arg-type]
     nothing = given.with_columns(loss_mask=np.zeros(9, bool))
     assert keep_uncertain(nothing, Uncertain(), TopEntropySection(share=0.5))[0] is nothing
+
+
+def covariances(given: Batch) -> Any:
+    """Return the covariance of each token, by loops in float64; -inf where nothing is trained."""
+    advantages = np.repeat(np.asarray(given["advantages"], np.float64), given["lengths"])
+    places, logprobs = np.flatnonzero(given["loss_mask"]), given["old_logprobs"].astype(np.float64)
+    means = [math.fsum(column[places]) / len(places) for column in (advantages, logprobs)]
+    found = np.full(given.tokens, -math.inf)
+    for place in places:
+        found[place] = (advantages[place] - means[0]) * (logprobs[place] - means[1])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kl_cov_weighs_the_tokens_of_the_largest_covariance(seed: int) -> None:
+    given = random_batch(seed, columns=["advantages", "old_logprobs"], sequences=24)
+    found, metrics = treat_covariance(given, CovarianceSection(method="kl-cov", share=0.1, weight=0.7), seed)
+    each = covariances(given)
+    number = int(0.1 * given["loss_mask"].sum())
+    expected = np.zeros(given.tokens)
+    expected[np.argsort(-each)[:number]] = 0.7
+    np.testing.assert_allclose(found["old_kl_weight"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(found["advantages"], given["advantages"])
+    trained = each[given["loss_mask"]]
+    assert metrics["covariance/mean"].number() == pytest.approx(trained.mean())
+    assert metrics["covariance/share"].number() == pytest.approx(number / len(trained))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clip_cov_draws_tokens_between_its_bounds(seed: int) -> None:
+    given = random_batch(seed, columns=["advantages", "old_logprobs"], sequences=24)
+    each, own = covariances(given), np.repeat(given["advantages"], given["lengths"])
+    within = (each > 0.2) & (each < 2.0)
+    section = CovarianceSection(method="clip-cov", share=0.05, low=0.2, high=2.0)
+    found, metrics = treat_covariance(given, section, seed)
+    chosen = found["advantages"] != own
+    assert within[chosen].all()
+    assert not found["advantages"][chosen].any()
+    assert metrics["covariance/share"].number() * given["loss_mask"].sum() == pytest.approx(
+        min(int(0.05 * given["loss_mask"].sum()), within.sum())
+    )
+    everything, _ = treat_covariance(given, evolve(section, share=1.0), seed)
+    np.testing.assert_array_equal(everything["advantages"], np.where(within, 0, own))
+
+
+def test_the_tokens_of_clip_cov_are_drawn_evenly_and_again_by_the_same_seed() -> None:
+    given = random_batch(3, columns=["advantages", "old_logprobs"], sequences=24)
+    section = CovarianceSection(method="clip-cov", share=0.03, low=0.0, high=9.0)
+    own = np.repeat(given["advantages"], given["lengths"])
+    times = sum((treat_covariance(given, section, seed)[0]["advantages"] != own).astype(int) for seed in range(2000))
+    candidates = covariances(given) > 0
+    candidates &= own != 0  # an advantage of 0 that becomes 0 is not seen
+    number = int(0.03 * given["loss_mask"].sum())
+    rate = 2000 * number / (covariances(given) > 0).sum()
+    assert np.abs(times[candidates] - rate).max() < 5 * math.sqrt(rate)
+    once, twice = (treat_covariance(given, section, 7)[0]["advantages"] for _ in range(2))
+    np.testing.assert_array_equal(once, twice)
+
+
+@pytest.mark.parametrize("method", ["clip-cov", "kl-cov"])
+def test_the_treated_tokens_do_not_depend_on_the_order_of_sequences(method: Any) -> None:
+    given = random_batch(4, columns=["advantages", "old_logprobs"], sequences=24)
+    section = CovarianceSection(method=method, share=0.1, low=0.05, high=5.0)
+    order = np.random.default_rng(0).permutation(24)
+    column = {"clip-cov": "advantages", "kl-cov": "old_kl_weight"}[method]
+    expected, _ = treat_covariance(given, section, 11)
+    found, _ = treat_covariance(given.take(order), section, 11)
+    np.testing.assert_array_equal(found.take(np.argsort(order))[column], expected[column])
+
+
+def test_where_all_covariances_are_0_no_token_is_treated() -> None:
+    for given in (batch(advantages=tokens(2, 2, 2)), batch(loss_mask=np.zeros(9, bool))):
+        found, _ = treat_covariance(given, CovarianceSection(method="kl-cov"), 0)
+        assert "old_kl_weight" not in found or not found["old_kl_weight"].any()
+        assert treat_covariance(given, CovarianceSection(), 0)[0] is given
+
+
+def test_a_token_that_cannot_occur_leaves_covariances_finite() -> None:
+    given = batch(old_logprobs=tokens(0, -1, 0, -math.inf, -1, 0, -2, -1, -3))
+    _, metrics = treat_covariance(given, CovarianceSection(method="kl-cov"), 0)
+    assert math.isfinite(metrics["covariance/mean"].number())

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet_ops.shaping import adapted_weight, overlong_penalty, reward_to_go
+from whet_ops.shaping import adapted_weight, cut_penalty, overlong_penalty, reward_to_go
 
 
 def test_the_penalty_is_that_of_the_paper() -> None:
@@ -15,6 +15,13 @@ def test_the_penalty_is_that_of_the_paper() -> None:
 def test_without_a_bound_it_goes_on_falling() -> None:
     found = overlong_penalty(np.array([16, 18, 20, 21, 28]), longest=20, buffer=4, bounded=False)
     assert found.tolist() == [0, -0.5, -1, -1.25, -3]
+
+
+def test_a_factor_scales_the_rewards_of_cut_responses_of_either_sign() -> None:
+    rewards, cut = np.array([2.0, 2.0, -1.0, 0.0]), np.array([False, True, True, True])
+    assert (rewards + cut_penalty(rewards, cut, 0.25)).tolist() == [2.0, 0.5, -0.25, 0.0]
+    assert (rewards + cut_penalty(rewards, cut, 0.0)).tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert not cut_penalty(rewards, cut, 1.0).any()
 
 
 def test_without_a_buffer_the_bound_is_hard() -> None:

@@ -12,6 +12,7 @@ from whet.data.model_info import ModelInfo
 from whet.interfaces.chat import TrainOn
 from whet.plan.plan import facts_of
 from whet_data.demonstrations import FIELDS, known_fields, record_fields
+from whet_ops.algorithms.config import AverageConfig
 
 TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
 TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})
@@ -74,7 +75,7 @@ def _inside(instance: object, attribute: Any, value: float) -> None:
 
 
 @frozen
-class DivergenceConfig:
+class DivergenceConfig(AverageConfig):
     """The keys of losses that compare whole distributions."""
 
     divergence: Literal["mixed", "jensen-shannon"] = "mixed"
@@ -95,12 +96,12 @@ class DivergenceConfig:
 
 @frozen
 class TopkKlConfig(DivergenceConfig):
-    """The divergence of student and teacher over a few tokens at each place, as the mean over all trained tokens."""
+    """The divergence of student and teacher over a few tokens at each place."""
 
     outside: Literal["renormalise", "zero", "ignore", "rest"] = "renormalise"
     """How tokens that are not compared count; see Numerics."""
     likelihood: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of a second term: the negative log-likelihood of the trained tokens."""
+    """Weight of a second term: the negative log-likelihood of the trained tokens, averaged like the first."""
 
 
 @frozen
@@ -108,11 +109,11 @@ class FullKlConfig(DivergenceConfig):
     """The divergence over the whole vocabulary. The student's workers must hold the teacher: `backend.teacher`."""
 
     likelihood: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of a second term: the negative log-likelihood of the trained tokens."""
+    """Weight of a second term: the negative log-likelihood of the trained tokens, averaged like the first."""
 
 
 @frozen
-class TeacherPgConfig:
+class TeacherPgConfig(AverageConfig):
     """A policy gradient. The advantage of a token is the teacher's logprob minus the student's."""
 
     clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
@@ -130,6 +131,7 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
         inputs=frozenset({"rollouts"}),
         columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | ({"old_logprobs"} if read & TOKEN_COLUMNS else set()),
         columns_essential=essential(config, model, {"teacher_topk_logprobs", *TOKEN_COLUMNS}),
+        outputs_needed=own_outputs(config, model),
         token_advantages="advantages" in read,
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
@@ -150,6 +152,7 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Algorithm
         records_per_step=config.batch_size,
         columns_written=TOPK_COLUMNS | {"teacher_logprobs"},
         columns_essential=essential(config, model, {"teacher_topk_logprobs", "teacher_logprobs"}),
+        outputs_needed=own_outputs(config, model),
         roles={"teacher": wanted} if wanted.outputs else {},
     )
 
@@ -158,6 +161,12 @@ def essential(config: TaughtConfig, model: ModelInfo, columns: Iterable[str]) ->
     """Return the columns of which the loss must read one: none if its outputs compare with a teacher already."""
     compared = facts_of(config.loss, model, LossFacts).outputs_needed & {"kl_forward", "kl_reverse", "jensen_shannon"}
     return frozenset(() if compared else columns)
+
+
+def own_outputs(config: TaughtConfig, model: ModelInfo) -> frozenset[str]:
+    """Return what the algorithm scores with the student: its likeliest tokens, where they are compared."""
+    compared = facts_of(config.loss, model, LossFacts).columns_read & TOPK_COLUMNS
+    return frozenset({"topk_ids"} if compared and config.topk_of == "student" else ())
 
 
 def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:

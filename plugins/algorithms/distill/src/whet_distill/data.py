@@ -10,9 +10,12 @@ from whet.data.model_info import ModelInfo, read_model
 from whet_data.demonstrations import encode
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
+from whet_ops.aggregation import counted
+from whet_ops.algorithms.config import AverageConfig
 from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_tokens
 
 if TYPE_CHECKING:
+    from whet.data.batch import Batch
     from whet.interfaces.algorithm import OfflineParts
     from whet.interfaces.data import Encode
 
@@ -27,7 +30,12 @@ class DistillData:
         """Run from the first step that is left to the last."""
         data = read_data(parts)
         teach = Teaching(self.config, parts, read_model(parts.chat.folder))
-        offline_loop(parts, data, self.config, prepare=lambda batch, step: teach(batch), weight=trained_tokens)
+        offline_loop(parts, data, self.config, prepare=lambda batch, step: teach(batch), weight=self.weight)
+
+    def weight(self, batch: "Batch") -> float:
+        """Return the weight of a batch in `validation/loss`: the number that its loss is divided by."""
+        loss = self.config.loss.config
+        return float(counted(batch, loss)) if isinstance(loss, AverageConfig) else trained_tokens(batch)
 
 
 def encoder(config: DistillDataConfig, model: ModelInfo) -> "Encode":

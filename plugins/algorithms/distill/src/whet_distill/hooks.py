@@ -4,16 +4,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, LossFacts, Problem
+from whet.component import Component, LossFacts, Problem, Selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_distill.config import (
     DistillConfig,
     DistillDataConfig,
+    DivergenceConfig,
     FullKlConfig,
     TeacherPgConfig,
     TopkKlConfig,
 )  # fmt: skip
+from whet_ops.algorithms.config import average_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -40,8 +42,11 @@ def whet_losses() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Find environments that are given a teacher and are not there, and more minibatches than responses."""
+    """Find environments that are given a teacher and are not there, and numbers that do not go together."""
     section = config.algorithm.config
+    loss = getattr(section, "loss", None)
+    if isinstance(loss, Selection) and isinstance(loss.config, (DivergenceConfig, TeacherPgConfig)):
+        yield from average_problems("algorithm.loss", loss.config, config.rollout)
     if not isinstance(section, DistillConfig):
         return
     names = [entry.name or entry.component.name for entry in config.environments]

@@ -10,6 +10,8 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
 from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
+from whet_ops import aggregation
+from whet_ops.algorithms.config import AverageConfig
 from whet_ops.diagnostics import logprob_gaps
 from whet_ops.distillation import topk_divergences, topk_jensen_shannon
 from whet_ops.losses import clipped_policy_gradient, finite
@@ -17,7 +19,7 @@ from whet_ops.reductions import moved, of_tokens, segment_sum
 
 
 class Divergence:
-    """A divergence of student and teacher, as the mean over all trained tokens.
+    """A divergence of student and teacher, by default as the mean over all trained tokens.
 
     `mixed`: a share of the forward and the rest of the reverse divergence. `jensen-shannon`: see
     `whet_ops.distillation`. With a weight above 0, the negative log-likelihood of the tokens themselves is a second
@@ -28,6 +30,7 @@ class Divergence:
     outputs: tuple[str, ...] = ("logprobs",)
 
     def __init__(self, config: TopkKlConfig | FullKlConfig) -> None:
+        self.config = config
         self._forward = config.forward
         self._mixed = config.divergence == "mixed"
         self.weights: Mapping[str, float] = {"kl": 1.0}
@@ -35,8 +38,8 @@ class Divergence:
             self.weights = {"kl": 1.0, "likelihood": config.likelihood}
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the trained tokens."""
-        return dict.fromkeys(self.weights, batch["loss_mask"].sum())
+        """Count the trained tokens, or the sequences with any."""
+        return dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
 
     def live(self, batch: Batch) -> Any:
         """Return which sequences have a trained token."""
@@ -46,10 +49,9 @@ class Divergence:
         """Sum over this micro-batch."""
         mask = batch["loss_mask"]
         found = self.divergences(outputs, batch, mask)
-        # `where` rather than a product: whatever stands at a masked token must not reach the sum.
-        terms = {"kl": _sum(self._wanted(found), mask)}
+        terms = {"kl": _total(self._wanted(found), batch, self.config)}
         if "likelihood" in self.weights:
-            terms["likelihood"] = -_sum(finite(outputs["logprobs"]), mask)
+            terms["likelihood"] = -_total(finite(outputs["logprobs"]), batch, self.config)
         numbers = {f"kl/{name}": one for name, one in found.items()} | self.further(batch)
         metrics: dict[str, Metric] = {name: mean(_sum(one.detach(), mask), mask.sum()) for name, one in numbers.items()}
         if "sampler_logprobs" in batch:
@@ -135,8 +137,8 @@ class TeacherPg:
         self.weights: Mapping[str, float] = {"policy": 1.0}
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the trained tokens."""
-        return {"policy": batch["loss_mask"].sum()}
+        """Count the trained tokens, or the sequences with any."""
+        return {"policy": aggregation.counted(batch, self.config)}
 
     def live(self, batch: Batch) -> Any:
         """Return which sequences have an advantage other than 0."""
@@ -157,8 +159,18 @@ class TeacherPg:
         }
         metrics: dict[str, Metric] = {name: mean(_sum(one, mask), mask.sum()) for name, one in numbers.items()}
         metrics |= logprob_gaps(logprobs, old, batch, mask)
-        return LossResult({"policy": _sum(found.loss, mask)}, metrics)
+        return LossResult({"policy": _total(found.loss, batch, config)}, metrics)
 
 
 def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    # `where` rather than a product: whatever stands at a masked token must not reach the sum.
     return torch.where(mask, values, 0.0).sum()
+
+
+def _total(values: Tensor, batch: Batch, config: AverageConfig) -> Tensor:
+    """Return the sum of values [N] over the trained tokens, as the aggregation of the section reduces it."""
+    mask = batch["loss_mask"]
+    reduced: Tensor = aggregation.total(
+        torch.where(mask, values, 0.0), mask, batch["lengths"], config.aggregation, aggregation.share_of(batch)
+    )
+    return reduced

@@ -107,6 +107,45 @@ class SapoConfig(GroupLossConfig):
 
 
 @frozen
+class VespoConfig(GroupLossConfig):
+    """VESPO: REINFORCE with a smooth weight of the ratio of a whole sequence, in place of clipping.
+
+    It is made for stale rollouts. With `old_logprobs: sampler`, the ratio also corrects for the gap between trainer and
+    sampler, as in the paper, and no `correction` is needed.
+    """
+
+    power_positive: float = field(default=2.0, validator=between(0, FACTOR))
+    """For sequences of advantage at least 0: how fast the weight falls as the ratio goes to 0."""
+    decay_positive: float = field(default=3.0, validator=above(0, FACTOR))
+    """For sequences of advantage at least 0: how fast the weight falls as the ratio grows."""
+    power_negative: float = field(default=3.0, validator=between(0, FACTOR))
+    """For all other sequences: how fast the weight falls as the ratio goes to 0."""
+    decay_negative: float = field(default=2.0, validator=above(0, FACTOR))
+    """For all other sequences: how fast the weight falls as the ratio grows."""
+
+
+@frozen
+class DppoConfig(GroupLossConfig):
+    """DPPO: REINFORCE within a trust region that a divergence of probabilities bounds, in place of their ratio.
+
+    A rare token may then change by a large factor, and a frequent one may not change by much. With
+    `old_logprobs: sampler`, the trust region is around the policy that sampled, as in the paper.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """The divergence of the policy from the old one, over the sampled token and all other tokens as one. `tv`: the
+    total variation, which is the change of the token's probability. `kl`: KL(old || policy), in nats."""
+    bound_low: float = field(default=0.15, validator=between(0, FACTOR))
+    """A token of negative advantage that has become less likely, by a larger divergence than this, is no longer pushed
+    down. The paper uses 0.15 for `tv` and 0.05 for `kl`."""
+    bound_high: float = field(default=0.15, validator=between(0, FACTOR))
+    """A token of positive advantage that has become likelier, by a larger divergence than this, is no longer pushed
+    up."""
+    max_weight: float | None = field(default=20.0, validator=_MAX_WEIGHT)
+    """Largest importance weight; null: no bound."""
+
+
+@frozen
 class CispoConfig(GroupLossConfig):
     """CISPO: REINFORCE with a clipped importance weight, so that every token keeps a gradient."""
 
@@ -259,7 +298,8 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
 
 def group_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
     """Return the facts about a loss that planning reads."""
-    of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
+    of_sequences = isinstance(config, (GmpoConfig, VespoConfig))
+    of_sequences = of_sequences or (isinstance(config, GspoConfig) and config.level == "sequence")
     return policy_loss_facts(config, token_advantages=not of_sequences)
 
 

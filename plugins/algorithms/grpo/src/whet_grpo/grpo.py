@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from whet.data.randomness import derive_seed
 from whet_grpo.config import GrpoConfig
 from whet_ops.algorithms import policy_steps
-from whet_ops.algorithms.config import reads, wants_reference
+from whet_ops.algorithms.config import reads_old_logprobs, wants_reference
 from whet_ops.algorithms.policy_steps import (
     OldLogprobs,
     advantage_metrics,
@@ -21,6 +21,7 @@ from whet_ops.algorithms.policy_steps import (
     penalise_overlong,
     place_correction,
     scored,
+    treat_covariance,
     with_correction,
 )
 from whet_ops.members import by_conversation
@@ -55,6 +56,7 @@ class Grpo:
             batch = logged(step, mask_overlong(batch, config.overlong))
             batch = batch.with_columns(advantages=clip_advantages(by_conversation(advantages, batch), *bounds))
             step.log(advantage_metrics(batch))
+            batch = logged(step, treat_covariance(batch, config.covariance, step.seed))
             batch = logged(step, correct_gap(batch, before))
             batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
             for epoch in range(config.epochs):
@@ -67,7 +69,7 @@ class Grpo:
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
     """Return the source of the old policy's logprobs; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
-    scored = several(config) or before.wanted or reads(config.loss, "old_logprobs")
+    scored = several(config) or before.wanted or reads_old_logprobs(config, config.loss)
     return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 
 

@@ -9,6 +9,7 @@ from whet_grpo import config as sections
 from whet_grpo.config import GroupLossConfig, GrpoConfig, OffPolicySection
 from whet_ops.algorithms.config import (
     average_problems,
+    covariance_problems,
     kl_loss_problems,
     kl_reward_problems,
     shaping_problems,
@@ -36,6 +37,8 @@ def whet_losses() -> Iterable[Component]:
     yield Component("cispo", sections.CispoConfig, "whet_grpo.losses:Cispo", OF_LOSSES)
     yield Component("gmpo", sections.GmpoConfig, "whet_grpo.losses:Gmpo", OF_LOSSES)
     yield Component("sapo", sections.SapoConfig, "whet_grpo.losses:Sapo", OF_LOSSES)
+    yield Component("vespo", sections.VespoConfig, "whet_grpo.losses:Vespo", OF_LOSSES)
+    yield Component("dppo", sections.DppoConfig, "whet_grpo.losses:Dppo", OF_LOSSES)
     yield Component("reinforce", sections.ReinforceConfig, "whet_grpo.losses:Reinforce", OF_LOSSES)
 
 
@@ -92,21 +95,21 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
             "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
             "gives none; choose `auto` or `trainer`",
         )
-    yield from _of_off_policy(grpo, config)
-
-
-def _of_off_policy(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
+    yield from covariance_problems(grpo.covariance, grpo.loss.config, _moves(grpo, config))
     masking = grpo.loss.config.off_policy if isinstance(grpo.loss.config, GroupLossConfig) else OffPolicySection()
-    if masking.threshold is None or masking.since != "old":
-        return
-    from whet_grpo.grpo import choose_old_logprobs, several
-
-    if not several(grpo) and choose_old_logprobs(grpo, config.rollout.max_staleness) != "sampler":
+    if masking.threshold is not None and masking.since == "old" and not _moves(grpo, config):
         yield Problem(
             "algorithm.loss.off_policy.since",
             "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
             "`sampler`, or several minibatches or epochs",
         )
+
+
+def _moves(grpo: GrpoConfig, config: "Config") -> bool:
+    """Return whether the policy may differ from the old one when the loss is computed."""
+    from whet_grpo.grpo import choose_old_logprobs, several
+
+    return several(grpo) or choose_old_logprobs(grpo, config.rollout.max_staleness) == "sampler"
 
 
 def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:

@@ -9,22 +9,26 @@ from whet.data.batch import Batch
 from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
+    DppoConfig,
     GmpoConfig,
     GroupLossConfig,
     GspoConfig,
     ReinforceConfig,
     SapoConfig,
+    VespoConfig,
 )
 from whet_ops.losses import (
     PolicyGradient,
     cispo,
     clip_ratio,
     clipped_policy_gradient,
+    dppo,
     gmpo,
     near_policy,
     reinforce,
     sapo,
     sequence_ratio,
+    vespo,
 )
 from whet_ops.policy_loss import PolicyLoss, Responses
 
@@ -114,6 +118,33 @@ class Sapo(GroupLoss):
             lambda a: sapo(
                 a.logprobs, a.old_logprobs, a.advantages, config.temperature_positive, config.temperature_negative,
                 config.clamp_log_ratio,
+            ),
+        )  # fmt: skip
+
+
+class Vespo(GroupLoss):
+    """REINFORCE with a smooth weight of a sequence's ratio; see `whet_ops.losses.vespo`."""
+
+    def __init__(self, config: VespoConfig) -> None:
+        power = config.power_positive, config.power_negative
+        decay = config.decay_positive, config.decay_negative
+        super().__init__(
+            config,
+            lambda a: vespo(
+                a.logprobs, a.old_logprobs, a.advantages, a.mask, a.lengths, power, decay, config.clamp_log_ratio
+            ),
+        )
+
+
+class Dppo(GroupLoss):
+    """REINFORCE within a trust region of probabilities; see `whet_ops.losses.dppo`."""
+
+    def __init__(self, config: DppoConfig) -> None:
+        super().__init__(
+            config,
+            lambda a: dppo(
+                a.logprobs, a.old_logprobs, a.advantages, config.divergence, config.bound_low, config.bound_high,
+                config.max_weight, config.clamp_log_ratio,
             ),
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_ops.algorithms.config import (
     average_problems,
+    covariance_problems,
     kl_loss_problems,
     kl_reward_problems,
     shaping_problems,
@@ -79,6 +80,9 @@ def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
         yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
     yield from shaping_problems(ppo.overlong, ppo.correction, config.rollout)
     yield from kl_reward_problems(ppo.kl_reward, ppo.prompts_per_step, ppo.group_size)
+    sampled = ppo.old_logprobs == "auto" and config.rollout.max_staleness > 0 and not ppo.correction.wanted
+    moves = ppo.minibatches * ppo.epochs > 1 or ppo.old_logprobs == "sampler" or sampled
+    yield from covariance_problems(ppo.covariance, ppo.loss.config, moves)
     if ppo.correction.wanted and ppo.old_logprobs == "sampler":
         yield Problem(
             "algorithm.correction",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.data.randomness import derive_seed
-from whet_ops.algorithms.config import reads, wants_reference
+from whet_ops.algorithms.config import reads_old_logprobs, wants_reference
 from whet_ops.algorithms.policy_steps import (
     choose_old_logprobs,
     correct_gap,
@@ -23,6 +23,7 @@ from whet_ops.algorithms.policy_steps import (
     penalise_overlong,
     place_correction,
     scored,
+    treat_covariance,
     with_correction,
 )
 from whet_ppo.config import CRITIC, PpoConfig
@@ -46,7 +47,7 @@ class Ppo:
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1
         before, within = place_correction(config.correction, several, config.kl_reward, config.top_entropy)
-        scores = several or before.wanted or reads(config.loss, "old_logprobs")
+        scores = several or before.wanted or reads_old_logprobs(config, config.loss)
         old = choose_old_logprobs(config.old_logprobs, scores, config.correction.wanted, run.max_staleness)
         loss = with_correction(parts.loss, within)
         carried = parts.steps.state if config.kl_reward.adaptive.target else None
@@ -59,6 +60,7 @@ class Ppo:
             batch = logged(step, mask_overlong(batch, config.overlong))
             values, after = values_of(batch, critic, config.gae.truncated == "bootstrap")
             batch = logged(step, estimate(batch, values, after, config.gae))
+            batch = logged(step, treat_covariance(batch, config.covariance, step.seed))
             batch = logged(step, correct_gap(batch, before))
             for part in parts_of(batch, config, step, config.critic_epochs or config.epochs):
                 step.log(named(critic.train(part, value_loss)))

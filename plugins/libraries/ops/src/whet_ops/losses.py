@@ -1,5 +1,7 @@
 """Losses per token: pure functions of logprobs and advantages. Needs torch; only workers import it."""
 
+from typing import Literal
+
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -9,18 +11,23 @@ from whet_ops.reductions import expand, segment_mean, segment_sum
 
 LEAST_LOGPROB = -1.0e4
 """Lower bound of a logprob that is a factor of a loss. Below it there is no gradient. -inf would make the loss nan."""
+LEAST_PROBABILITY = 1.0e-8
+"""Added to the probability of all tokens but one, so that its logarithm is finite."""
 
 __all__ = [
     "MAX_LOG_RATIO",
     "PolicyGradient",
+    "binary_divergence",
     "cispo",
     "clipped_policy_gradient",
+    "dppo",
     "gmpo",
     "near_policy",
     "reinforce",
     "sapo",
     "sequence_ratio",
     "token_ratio",
+    "vespo",
 ]
 
 
@@ -223,6 +230,81 @@ def gmpo(
     bound = limit or LARGEST_EXPONENT
     ratio = expand(segment_mean(bounded, lengths, mask).clamp(-bound, bound), lengths).exp()
     return PolicyGradient(-ratio * advantages, ratio.detach(), low.detach(), high.detach())
+
+
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    power: tuple[float, float] = (2.0, 3.0),
+    decay: tuple[float, float] = (3.0, 2.0),
+    limit: float = MAX_LOG_RATIO,
+) -> PolicyGradient:
+    """Compute REINFORCE with the gamma-shaped weight of VESPO. logprobs ... mask [N], lengths [B] -> [N].
+
+        W      = product over the sequence's tokens of exp(logprobs - old_logprobs)
+        weight = W**power * exp(decay * (1 - W)), without gradient
+        loss   = -weight * A * logprobs
+
+    Shen et al. 2026 (arXiv:2602.10693); their code and TRL. `power` and `decay` are a pair each: for sequences of
+    advantage at least 0, and for the others. The weight is 1 on policy. It is largest at W = power / decay, and falls
+    to 0 on both sides. No token counts as clipped. Only tokens under the mask count. The sum of the log-ratios is
+    clamped to plus or minus `limit`, and its terms are not; 0: no clamp.
+    """
+    _same_shape(logprobs, old_logprobs, advantages)
+    bound = min(limit or LARGEST_EXPONENT, LARGEST_EXPONENT)
+    ratio = sequence_ratio(logprobs, old_logprobs, mask, lengths, product=True, limit=bound).detach()
+    good, advantages = advantages >= 0, advantages.float()
+    rises, falls = torch.where(good, power[0], power[1]), torch.where(good, decay[0], decay[1])
+    exponent = rises * ratio.log() + falls * (1 - ratio)
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    loss = -exponent.clamp(max=LARGEST_EXPONENT).exp() * advantages * finite(logprobs)
+    return PolicyGradient(loss, ratio, never, never)
+
+
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    divergence: Literal["tv", "kl"] = "tv",
+    low: float = 0.15,
+    high: float = 0.15,
+    max_weight: float | None = 20.0,
+    limit: float = MAX_LOG_RATIO,
+) -> PolicyGradient:
+    """Compute REINFORCE within a trust region of probabilities. logprobs, old_logprobs, advantages [N] -> [N].
+
+        p, q   = exp(logprobs), exp(old_logprobs)
+        D      = |p - q|                                              tv
+                 q log(q / p) + (1 - q) log((1 - q) / (1 - p))        kl
+        weight = min(p / q, max_weight), without gradient
+        loss   = -weight * A * logprobs, and 0 where A > 0, p > q and D > high, or where A < 0, p < q and D > low
+
+    DPPO: Qi et al. 2026 (arXiv:2602.04879), with its binary divergences: those of the sampled token from all others.
+    The paper's bounds are 0.15 for `tv` and 0.05 for `kl`. A ratio bounds rare tokens more than frequent ones, and a
+    divergence does not. A token counts as clipped where its loss is 0 for this reason. `limit` is as in
+    `clipped_policy_gradient`.
+    """
+    _same_shape(logprobs, old_logprobs, advantages)
+    ratio = token_ratio(logprobs, old_logprobs, limit).detach()
+    new, old, advantages = finite(logprobs.detach()), finite(old_logprobs), advantages.float()
+    distance = binary_divergence(new, old, divergence)
+    above, below = (advantages > 0) & (new > old) & (distance > high), (advantages < 0) & (new < old) & (distance > low)
+    weight = ratio if max_weight is None else ratio.clamp(max=max_weight)
+    loss = torch.where(above | below, 0.0, -weight * advantages * finite(logprobs))
+    return PolicyGradient(loss, ratio, below, above)
+
+
+def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, divergence: Literal["tv", "kl"]) -> Tensor:
+    """Return the divergence of two distributions over the sampled token and all others; see `dppo`. [N], [N] -> [N]."""
+    old = old_logprobs.exp()
+    if divergence == "tv":
+        return (logprobs.exp() - old).abs()
+    # -expm1 is the probability of all others, also where it is small
+    others, old_others = (-one.clamp(max=0.0).expm1() + LEAST_PROBABILITY for one in (logprobs, old_logprobs))
+    return old * (old_logprobs - logprobs) + (1 - old) * (old_others / others).log()
 
 
 def near_policy(

@@ -15,7 +15,7 @@ from whet.interfaces.loss import LossResult
 from whet_ops import aggregation
 from whet_ops.algorithms.config import KlLossSection, LikelihoodSection, PolicyLossConfig
 from whet_ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
-from whet_ops.kl import Importance, log_ratio, penalty_of_kl
+from whet_ops.kl import MOST_NATS, Importance, kl_estimate, log_ratio, penalty_of_kl
 from whet_ops.losses import PolicyGradient, finite, sequence_ratio
 from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 
@@ -36,6 +36,8 @@ WEIGHED: Mapping[str, Importance] = {
     "none": "none", "score": "score", "ratio": "ratio", "sampler": "ratio", "sequence": "ratio",
 }  # fmt: skip
 """The formula for each `importance` of `KlLossSection`."""
+OLD_KL_WEIGHT = "old_kl_weight"
+"""The column [N] of the weights of a penalty for the distance to the old policy, if a batch has it."""
 
 
 class PolicyLoss:
@@ -43,8 +45,10 @@ class PolicyLoss:
     (Schulman et al. 2017, equation 9, arXiv:1707.06347), and metrics.
 
     Without the column `old_logprobs`, the loss uses the policy's own logprobs instead, and the ratio is exactly 1.
-    Advantages are per sequence [B] or per token [N]. A sequence whose advantages are all 0 counts in the mean but has
-    no gradient. Exceptions: the penalty or the bonus is on, or `likelihood` is on and the response is right.
+    With the column `old_kl_weight` [N], the loss of a token includes this weight times KL(old || policy), estimated by
+    k3: KL-Cov, Cui et al. 2025 (arXiv:2505.22617). Advantages are per sequence [B] or per token [N]. A sequence whose
+    advantages are all 0 counts in the mean but has no gradient. Exceptions: a penalty or the bonus is on, or
+    `likelihood` is on and the response is right.
     """
 
     def __init__(self, config: PolicyLossConfig, formula: Formula) -> None:
@@ -79,12 +83,14 @@ class PolicyLoss:
     def live(self, batch: Batch) -> Any:
         """Return whether each sequence [B] can have a gradient.
 
-        It can if an advantage is not 0, or with `likelihood` if the response is right. With a penalty or an entropy
-        bonus, each sequence with loss tokens can.
+        It can if an advantage or an `old_kl_weight` is not 0, or with `likelihood` if the response is right. With a
+        penalty for the distance to the reference or an entropy bonus, each sequence with loss tokens can.
         """
         if self.config.kl.weight or self.config.entropy_weight:
             return trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
+        if OLD_KL_WEIGHT in batch:
+            moving = moving | moved(batch, OLD_KL_WEIGHT)
         return moving | trained(self._right(batch), batch) if self.config.likelihood.weight else moving
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
@@ -99,8 +105,12 @@ class PolicyLoss:
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
         responses = Responses(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
         found = self._formula(responses)
-        near = self.near(responses, batch)
-        terms = {"policy": self.sum(found.loss, mask, batch, near)}
+        near, loss = self.near(responses, batch), found.loss
+        if OLD_KL_WEIGHT in batch:
+            # k3 and not |log-ratio|, whose slope where the two agree would be the sign of a rounding error
+            moved_by = log_ratio(old, logprobs, self.config.clamp_log_ratio or MOST_NATS)
+            loss = loss + batch[OLD_KL_WEIGHT] * kl_estimate(moved_by, "k3")
+        terms = {"policy": self.sum(loss, mask, batch, near)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)

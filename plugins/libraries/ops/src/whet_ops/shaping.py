@@ -25,6 +25,17 @@ def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int, bounded: bo
     return soft.clip(-1 if bounded else None, 0).astype(np.float32)
 
 
+def cut_penalty(rewards: NDArray[Any], cut: NDArray[Any], factor: float) -> NDArray[np.float32]:
+    """Return what multiplying the rewards of cut responses by a factor adds to them. rewards, cut [E] -> [E].
+
+        (factor - 1) * reward    where the response was cut, else 0
+
+    NeMo RL's `stop_properly_penalty_coef`. A factor of 0 leaves nothing of the reward. A reward below 0 comes closer to
+    0 too, so this is a penalty only for rewards above 0.
+    """
+    return np.where(cut, (factor - 1.0) * np.asarray(rewards, np.float64), 0.0).astype(np.float32)
+
+
 def reward_to_go(rewards: NDArray[Any], token_rewards: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Return the reward to go at each token: the sequence's reward, plus the token rewards from t on. -> [N] float64.
 

@@ -42,6 +42,14 @@ class OverlongSection:
     bounded: bool = True
     """Whether the penalty stays at its largest value beyond `length`, as in DAPO's paper and TRL. If false, the
     penalty keeps rising, as in verl and NeMo RL."""
+    factor: float = field(default=1.0, validator=between(0, 1))
+    """The reward of a truncated response is multiplied by this, before `penalty` is subtracted; 1: it stays, 0: it
+    is 0. A reward below 0 comes closer to 0 too. NeMo RL's `stop_properly_penalty_coef`."""
+
+    @property
+    def shapes(self) -> bool:
+        """Return whether the reward of any response may change."""
+        return self.penalty > 0 or self.factor < 1
 
 
 @frozen
@@ -137,6 +145,29 @@ class TopEntropySection:
     count_rest: bool = True
     """Whether the other tokens still count in the loss's mean, as in the paper and TRL. If false, they are not in the
     loss at all, nor in its penalties."""
+
+
+@frozen
+class CovarianceSection:
+    """The treatment of the tokens that lower the policy's entropy most: those of large covariance.
+
+    The covariance of a token is (advantage - mean) * (logprob - mean), over the trained tokens of a step's batch. It is
+    that of the old logprobs: of the policy before the step, or of the sampler. They cost a forward pass where no other
+    setting needs them, unless they are the sampler's.
+    """
+
+    method: Literal["none", "clip-cov", "kl-cov"] = "none"
+    """`clip-cov`: tokens drawn at random from those with a covariance between `low` and `high` have no policy gradient.
+    `kl-cov`: the tokens of the largest covariance have a penalty for their distance to the old policy."""
+    share: float = field(default=2.0e-4, validator=above(0, 1))
+    """Share of a step's trained tokens to treat, at least one token. The paper uses 2.0e-4, and 2.0e-3 for `kl-cov`
+    with a model of 7B parameters."""
+    low: float = field(default=1.0, validator=between(0, FACTOR))
+    """For `clip-cov`: the covariance that a token must exceed."""
+    high: float = field(default=5.0, validator=above(0, FACTOR))
+    """For `clip-cov`: the covariance that a token must stay below."""
+    weight: float = field(default=1.0, validator=above(0, FACTOR))
+    """For `kl-cov`: the penalty for one nat of KL(old || policy), estimated by k3."""
 
 
 @frozen
@@ -267,18 +298,25 @@ class PolicyConfig:
     """The correction of the difference between the trainer's and the sampler's logprobs."""
     top_entropy: TopEntropySection = Factory(TopEntropySection)
     """Whether to train the policy only on tokens of high entropy. A critic trains on all tokens."""
+    covariance: CovarianceSection = Factory(CovarianceSection)
+    """How to treat the tokens that lower the policy's entropy most."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
     """The logprobs in the denominator of the policy's ratio. `trainer`: the logprobs of the weights before the step.
     They cost a forward pass if a batch gets several optimizer steps, a `correction` that the training pass cannot
-    compute, or a loss whose facts name the column `old_logprobs`. Otherwise the ratio is 1 by construction and nothing
-    is computed. `sampler`: the logprobs recorded while sampling. The ratio then also corrects for stale weights, and
-    for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and with a `correction`,
-    else `sampler`."""
+    compute, a `covariance`, or a loss whose facts name the column `old_logprobs`. Otherwise the ratio is 1 by
+    construction and nothing is computed. `sampler`: the logprobs recorded while sampling. The ratio then also corrects
+    for stale weights, and for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and
+    with a `correction`, else `sampler`."""
 
 
 def reads(loss: Selection, column: str) -> bool:
     """Return whether the facts of a loss name a batch column. The columns of a loss do not depend on the model."""
     return column in facts_of(loss, ModelInfo(""), LossFacts).columns_read
+
+
+def reads_old_logprobs(config: PolicyConfig, loss: Selection) -> bool:
+    """Return whether an algorithm or its loss reads the column `old_logprobs`, also where a ratio is 1 without it."""
+    return config.covariance.method != "none" or reads(loss, "old_logprobs")
 
 
 def wants_reference(config: PolicyConfig, loss: Selection) -> bool:
@@ -292,7 +330,8 @@ def policy_facts(
 ) -> AlgorithmFacts:  # fmt: skip
     """Return the facts about an algorithm that planning reads. `columns`: the columns of this algorithm alone."""
     written = {"advantages", "old_logprobs", *columns}
-    written |= {"reward:overlong"} if config.overlong.penalty else set()
+    written |= {"reward:overlong"} if config.overlong.shapes else set()
+    written |= {"old_kl_weight"} if config.covariance.method == "kl-cov" else set()
     written |= {"reward:kl", "token_rewards", "task_reward"} if config.kl_reward.weight else set()
     reference = wants_reference(config, loss)
     return AlgorithmFacts(
@@ -301,7 +340,7 @@ def policy_facts(
         columns_essential=frozenset({"advantages"}),
         weights_needed=frozenset({"reference"} if reference else ()),
         outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
-        token_advantages=token_advantages,
+        token_advantages=token_advantages or config.covariance.method == "clip-cov",
         group_size=group_size,
         groups_per_step=config.prompts_per_step,
         optimizer_steps=optimizer_steps,
@@ -391,6 +430,32 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
     for what in (name for name, is_set in taken.items() if is_set):
         words = f"is false, which takes tokens out of the loss mask, and {what} is a mean over a response's tokens"
         yield Problem("algorithm.top_entropy.count_rest", f"{words}; choose true")
+
+
+def covariance_problems(section: CovarianceSection, loss: object, moves: bool) -> Iterator[Problem]:
+    """Yield conflicts between settings of this section, with paths below `algorithm`.
+
+    `moves`: whether the policy may differ from the old one when the loss is computed.
+    """
+    own = {"clip-cov": {"low", "high"}, "kl-cov": {"weight"}, "none": set[str]()}
+    for name in ("share", "low", "high", "weight"):
+        used = section.method != "none" if name == "share" else name in own[section.method]
+        if not used and getattr(section, name) != getattr(CovarianceSection(), name):
+            words = f"has no effect with method: {section.method}; choose another method, or leave it out"
+            yield Problem(f"algorithm.covariance.{name}", words)
+    if section.method == "clip-cov" and section.low >= section.high:
+        yield Problem("algorithm.covariance.low", f"is {section.low:g}, not below `high`, which is {section.high:g}")
+    if section.method != "kl-cov":
+        return
+    if not moves:
+        yield Problem(
+            "algorithm.covariance.method",
+            "is kl-cov, which has no effect with one optimizer step for each batch: the old policy is the policy "
+            "itself; choose several minibatches or epochs, old_logprobs: sampler, or clip-cov",
+        )
+    if not isinstance(loss, PolicyLossConfig):
+        words = "is kl-cov, and this loss has no penalty for the distance to the old policy; choose clip-cov"
+        yield Problem("algorithm.covariance.method", words)
 
 
 def average_problems(path: str, loss: AverageConfig, rollout: "RolloutSection") -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """The stages between taking a batch of rollouts and training on it: small steps from batch to batch.
 
-    take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> correct_gap
-         -> keep_uncertain -> train
+    take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> treat_covariance
+         -> correct_gap -> keep_uncertain -> train
 
 All stages run on the driver, on NumPy columns. A stage returns the batch unchanged if its config section is off. One
 exception: some corrections run within the training pass instead; see `place_correction`.
@@ -17,12 +17,19 @@ from numpy.typing import NDArray
 from whet.component import Spec
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, histogram, largest, mean, smallest
+from whet.data.randomness import generator
 from whet_ops import correction
-from whet_ops.algorithms.config import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
-from whet_ops.kl import kl_estimate, log_ratio
+from whet_ops.algorithms.config import (
+    CorrectionSection,
+    CovarianceSection,
+    KlRewardSection,
+    OverlongSection,
+    TopEntropySection,
+)
+from whet_ops.kl import MOST_NATS, kl_estimate, log_ratio
 from whet_ops.members import conversations, joined, of_members, with_mask
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
-from whet_ops.shaping import adapted_weight, overlong_penalty
+from whet_ops.shaping import adapted_weight, cut_penalty, overlong_penalty
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import Step
@@ -112,11 +119,22 @@ def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metric
 
 
 def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -> tuple[Batch, Metrics]:
-    """Subtract the penalty for long responses from their reward. The penalty is also the named reward `overlong`."""
-    if not section.penalty:
+    """Subtract the penalty for long responses from their reward. The penalty is also the named reward `overlong`.
+
+    With a `factor`, the reward of a truncated response is multiplied by it first, and the penalty includes what that
+    takes away. An episode is truncated if the last response of any of its conversations is.
+    """
+    if not section.shapes:
         return batch, {}
-    sizes = of_members(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
-    penalty = section.penalty * overlong_penalty(sizes, section.length or max_tokens, section.buffer, section.bounded)
+    penalty = np.zeros(batch.sequences, np.float32)
+    if section.factor < 1:
+        _, conversation = conversations(batch)
+        cut = of_members(batch, ~np.asarray(joined(batch)["stopped"])[conversation]) > 0
+        penalty = cut_penalty(batch["reward"], cut, section.factor)
+    if section.penalty:
+        sizes = of_members(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
+        longest = section.length or max_tokens
+        penalty = penalty + section.penalty * overlong_penalty(sizes, longest, section.buffer, section.bounded)
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
 
 
@@ -194,6 +212,63 @@ def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection)
         return with_mask(batch, chosen), metrics
     advantages = of_tokens(batch, "advantages")
     return batch.with_columns(advantages=np.where(chosen, advantages, np.float32(0)).astype(np.float32)), metrics
+
+
+def treat_covariance(batch: Batch, section: CovarianceSection, seed: int) -> tuple[Batch, Metrics]:
+    """Treat the tokens whose logprob and advantage are together far above their means.
+
+        covariance = (A - mean of A) * (log q - mean of log q)                  q: the old policy, at each trained token
+
+        clip-cov   floor(share * tokens) tokens, drawn at random where low < covariance < high: their advantage is 0
+        kl-cov     floor(share * tokens) tokens of the largest covariance above 0: the loss gets
+                   weight * KL(q || policy), by the column `old_kl_weight` [N]
+
+    Cui et al. 2025 (arXiv:2505.22617). Their covariance is that of the policy, which is the old policy at the first
+    optimizer step. Here all minibatches and epochs of a step use the same tokens, so that the choice needs no forward
+    pass of its own, and depends on no micro-batch. Each token has its own random number, which depends on `seed` and
+    on its place in the batch of rollouts. At least one token is chosen where one qualifies, and tokens of equal
+    covariance are chosen together.
+    """
+    mask = np.asarray(batch["loss_mask"])
+    if section.method == "none" or not mask.any():
+        return batch, {}
+    advantages = np.asarray(of_tokens(batch, "advantages"), np.float64)
+    covariance = np.where(mask, _centred(advantages, mask) * _centred(batch["old_logprobs"], mask), 0.0)
+    number = max(int(section.share * mask.sum()), 1)
+    if section.method == "clip-cov":
+        inside = mask & (covariance > section.low) & (covariance < section.high)
+        chosen = _first(inside, _draws(batch, seed), number)
+    else:
+        chosen = _first(mask & (covariance > 0), -covariance, number)
+    metrics: Metrics = {
+        "covariance/mean": mean(float(covariance.sum()), int(mask.sum())),
+        "covariance/share": mean(int(chosen.sum()), int(mask.sum())),
+    }
+    if section.method == "kl-cov":
+        return batch.with_columns(old_kl_weight=np.where(chosen, section.weight, 0.0).astype(np.float32)), metrics
+    return batch.with_columns(advantages=np.where(chosen, 0.0, advantages).astype(np.float32)), metrics
+
+
+def _centred(values: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return values [N] minus their mean over a mask [N]. A logprob of a token that cannot occur is bounded."""
+    values = np.asarray(values, np.float64).clip(-MOST_NATS, None)
+    return np.asarray(values - values[mask].mean())
+
+
+def _draws(batch: Batch, seed: int) -> NDArray[np.float64]:
+    """Return a random number for each token [N], whatever the order of the batch's units."""
+    order = np.argsort(expand(np.asarray(batch["unit"]), batch["lengths"]), kind="stable")
+    draws = np.empty(batch.tokens)
+    draws[order] = generator(seed, "covariance").random(batch.tokens)
+    return draws
+
+
+def _first(wanted: NDArray[np.bool_], values: NDArray[Any], number: int) -> NDArray[np.bool_]:
+    """Return which of the wanted tokens [N] have the smallest values [N]: this many, and those that equal the last."""
+    found = values[wanted]
+    if len(found) <= number:
+        return wanted
+    return np.asarray(wanted & (values <= np.partition(found, number - 1)[number - 1]))
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
