@@ -10,6 +10,7 @@ The batches of the tests have the columns of every batch of rollouts. An estimat
 """
 
 import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -142,8 +143,10 @@ class AdvantagesContract:
 
     def test_many_groups_do_not_take_long(self) -> None:
         batch = _many_groups(self.trained_tokens)
-        with deadline(5, "estimating the advantages of 100,000 sequences"):
+        begin = time.process_time()  # other programs may use the processor meanwhile
+        with deadline(60, "estimating the advantages of 100,000 sequences"):
             self.called(batch)
+        assert time.process_time() - begin < 5, "100,000 sequences took more than 5 seconds of the processor"
 
 
 @functools.cache
