@@ -52,6 +52,20 @@ def test_wsd_is_constant_and_then_decays_over_its_last_steps():
     assert rates(root, steps=11) == pytest.approx([1, 2, 2, 2, 2, 2, *falling, 0.5, 0.5])
 
 
+@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+def test_wsd_counted_from_0_is_that_of_transformers(decay):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = transformers.get_wsd_schedule(optimizer, 0, 4, num_stable_steps=6, decay_type=decay, min_lr_ratio=0.25)
+    expected = []
+    for _ in range(12):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    schedule = ScheduleConfig("wsd", decay_ratio=0.4, decay=decay, min_ratio=0.25, counted_from=0)
+    assert rates(schedule, steps=12) == pytest.approx(expected)
+
+
 def test_wsd_decays_after_its_warm_up_even_if_the_decay_would_begin_earlier():
     assert rates(ScheduleConfig("wsd", warmup_steps=8, decay_ratio=0.5))[6:] == pytest.approx([1.75, 2, 1, 0])
     assert rates(ScheduleConfig("wsd", decay_ratio=0.01))[8:] == [2, 0], "the decay has at least one step"

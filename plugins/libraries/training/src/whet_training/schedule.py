@@ -26,8 +26,8 @@ class ScheduleConfig:
     """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
     decay_ratio: float = field(default=0.1, validator=above(0, 1))
     """`wsd`: length of the decay as a share of `total_steps`."""
-    decay: Literal["linear", "1-sqrt"] = "linear"
-    """`wsd`: the shape of the decay. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
+    decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """`wsd`: the shape of the decay. `cosine` is the default of transformers. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
     Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: all that the run takes of this model, e.g. the
@@ -57,9 +57,10 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps:
 
 def _height(schedule: ScheduleConfig, done: float) -> float:
     """Return what is left of the decay where the share `done` of it has passed: from 1 to 0."""
-    if schedule.kind == "cosine":
+    shape = schedule.decay if schedule.kind == "wsd" else schedule.kind
+    if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
-    if schedule.kind == "wsd" and schedule.decay == "1-sqrt":
+    if shape == "1-sqrt":
         return 1 - math.sqrt(done)  # Hägele et al. 2024, arXiv:2405.18392
     return 1 - done
 
