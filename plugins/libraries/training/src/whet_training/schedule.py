@@ -27,8 +27,8 @@ class ScheduleConfig:
     decay_ratio: float = field(default=0.1, validator=above(0, 1))
     """`wsd`: length of the decay as a share of `total_steps`."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """`wsd`: the shape of the decay. `cosine` is the default of transformers. `1-sqrt`: 1 minus the root of the share of the decay that has passed, which
-    Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
+    """`wsd`: the shape of the decay. `cosine` is the default of transformers. `1-sqrt`: 1 minus the root of the share
+    of the decay that has passed, which Hägele et al. 2024 (arXiv:2405.18392) found slightly better for pre-training."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps at which `linear`, `cosine` and `wsd` end. 0: all that the run takes of this model, e.g. the
     steps of the run times `minibatches` and `epochs`."""
