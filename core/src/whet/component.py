@@ -52,7 +52,7 @@ class RoleNeed:
     trained: bool = False
     """Whether the model is trained, and thus saved with the run. If not, its weights do not change."""
     conversations: bool = False
-    """Whether the model reads whole conversations of episodes. None may have more tokens than its positions."""
+    """Whether the model reads whole conversations of episodes. None may have more tokens than it has positions."""
     generates: bool = False
     """Whether the model writes responses: its section chooses a generator. Only an environment can ask for this."""
 

@@ -42,9 +42,9 @@ def test_the_right_answer_of_a_task_is_text_of_a_bounded_length(data, gold):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_tokens": 0}, {"max_tokens": 2.5}, {"max_tokens": "3"}, {"temperature": float("nan")},
-        {"temperature": float("inf")}, {"temperature": -1}, {"stop": "END"}, {"stop": [1]}, {"stop": [b"a"]},
-        {"stop": [""]},
+        {"max_tokens": 0}, {"max_tokens": 2.5}, {"max_tokens": "3"}, {"max_tokens": True},
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": -1},
+        {"stop": "END"}, {"stop": [1]}, {"stop": [b"a"]}, {"stop": [""]},
     ],
     ids=str,
 )  # fmt: skip

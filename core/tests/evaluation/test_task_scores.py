@@ -138,8 +138,9 @@ def test_a_reward_called_reward_has_a_figure_beside_the_weighted_sum() -> None:
     assert {name: one.value for name, one in found.items() if name != "response_length"} == {
         "reward": 1.0, "bonus": 1.0, "reward/reward": 0.5,
     }  # fmt: skip
-    alone = [episode(1.0, reward=1.0)]
-    assert list(figures([scored(alone, Scoring())], alone)) == ["reward", "response_length"]
+    assert missing([scored(episodes[:1], Scoring()), scored([episode(1.0, reward=1.0)], Scoring())], Scoring()) == {
+        "bonus": "1 of 2 tasks left out: none of their episodes has it"
+    }
 
 
 def test_figures_that_are_shares_stay_between_0_and_1_and_others_need_not() -> None:

@@ -175,3 +175,17 @@ def test_a_template_gets_its_arguments(tiny_model_folder: Path, arguments: dict[
     text = chats().ChatTokenizer(tiny_model_folder).decode(prompt)
     assert text.endswith("assistant\n" + {False: "<think></think>"}.get(arguments.get("enable_thinking"), "")
                          + str(arguments.get("effort", "")) + str(arguments.get("n", "")))  # fmt: skip
+
+
+def test_a_response_that_is_forgotten_leaves_the_history_as_it_was(tiny_model_folder: Path) -> None:
+    async def given_up(model: Any) -> Mapping[str, float]:
+        await model.reply(TURNS[0])
+        for one in (model, model.fork()):  # the fork has no response of its own
+            before = [part.tokens.tolist() for part in one._parts], one.messages, one.turns
+            await one.reply(TURNS[2])
+            one.forget()
+            assert ([part.tokens.tolist() for part in one._parts], one.messages, one.turns) == before
+        return {"done": 1.0}
+
+    episode, _ = play(tiny_model_folder, given_up)
+    assert [len(t.turns) for t in episode.trajectories] == [1]

@@ -9,10 +9,7 @@ import pytest
 
 from whet.data.messages import Message
 from whet.errors import DataError
-from whet.rollout.gate import Gate
-from whet.rollout.responder import RoleResponder
 from whet.rollout.scorer import RoleScorer
-from whet_testing.fakes import ByteChat, FakeGenerator
 
 TALK = (Message("user", "?"), Message("assistant", "0123456789"))
 
@@ -55,25 +52,41 @@ def test_what_is_asked_together_travels_together(ask):
     assert batch["lengths"].tolist() == [11, 2]
 
 
-def test_threads_of_an_episode_are_answered_on_its_loop():
+@pytest.mark.parametrize("copied", [True, False], ids=["to_thread", "executor"])
+def test_threads_of_an_episode_are_answered(copied):
     chat = SimpleNamespace(training=lambda talk, train_on: SimpleNamespace(tokens=np.array([len(talk)])))
-    responding, loops = FakeGenerator("yes"), []
     scorer = RoleScorer(lambda: Last(), lambda: chat, 0, "judge")
-    responder = RoleResponder(lambda: responding, lambda: ByteChat(), 16, 0, "user")
-
-    async def answers():
-        loops.append(asyncio.get_running_loop())
-        return await scorer.value(TALK), (await responder.reply(TALK, seed=1)).text
 
     async def episode():
-        async with Gate().time_limit(60):
-            return await asyncio.gather(*(asyncio.to_thread(asyncio.run, answers()) for _ in range(3)), answers())
+        def blocking():
+            return asyncio.run(scorer.value(TALK))
+
+        started = (
+            asyncio.to_thread(blocking) if copied else asyncio.get_running_loop().run_in_executor(None, blocking)
+            for _ in range(5)
+        )
+        return await asyncio.gather(*started, scorer.value(TALK[:1]))
 
     try:
-        assert asyncio.run(asyncio.wait_for(episode(), 60)) == [(2.0, "yes")] * 4
+        assert asyncio.run(asyncio.wait_for(episode(), 60)) == [2.0] * 5 + [1.0]
     finally:
         scorer.close()
-    assert len(set(loops)) == 4
+
+
+def test_a_request_that_is_cancelled_holds_up_no_other():
+    chat = SimpleNamespace(training=lambda talk, train_on: SimpleNamespace(tokens=np.array([len(talk)])))
+    scorer = RoleScorer(lambda: Last(), lambda: chat, 0, "judge")
+
+    async def episode():
+        given_up = asyncio.create_task(scorer.value(TALK))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await scorer.value(TALK)
+
+    try:
+        assert asyncio.run(asyncio.wait_for(episode(), 60)) == 2.0
+    finally:
+        scorer.close()
 
 
 def test_a_conversation_that_is_too_long_is_refused_with_what_to_change(ask):

@@ -150,11 +150,11 @@ def test_what_new_weights_took_is_given_back_where_training_goes_on(parts: Parts
 
 def test_a_request_out_of_turn_waits_and_one_under_way_is_answered_first(parts: Parts) -> None:
     parts.turns.generation()
-    under_way = asyncio.run_coroutine_threadsafe(parts.request("1"), parts.loop._loop)
+    under_way = asyncio.run_coroutine_threadsafe(parts.request("1"), parts.loop.events)
     parts.loop.run(asyncio.sleep(0.01))
     parts.backend.train(random_batch(0), Spec(""))
     assert under_way.result(5.0).id == "1", "the generator refuses what comes while it sleeps"
-    late = asyncio.run_coroutine_threadsafe(parts.request("2"), parts.loop._loop)
+    late = asyncio.run_coroutine_threadsafe(parts.request("2"), parts.loop.events)
     with pytest.raises(TimeoutError):
         late.result(0.2)
     parts.turns.generation()
@@ -165,7 +165,7 @@ def test_a_probe_has_the_generator_for_itself(parts: Parts) -> None:
     parts.backend.train(random_batch(0), Spec(""))
     parts.turns.probing()
     assert parts.asleep == {"backend", "critic"}
-    late = asyncio.run_coroutine_threadsafe(parts.request(), parts.loop._loop)
+    late = asyncio.run_coroutine_threadsafe(parts.request(), parts.loop.events)
     with pytest.raises(TimeoutError):
         late.result(0.2)
     parts.turns.generation()

@@ -86,9 +86,9 @@ def test_a_close_that_is_a_coroutine_is_a_warning(tmp_path: Any, caplog: pytest.
     [
         (
             "return [{'prompt': 'a', 'answer': 'b'}]",
-            "the first task of environment 'adding' is {'prompt': 'a', 'answer': 'b'}, wanted Task",
+            "task 0 of environment 'adding' is {'prompt': 'a', 'answer': 'b'}, wanted Task",
         ),
-        ("return ['a']", "the first task of environment 'adding' is 'a', wanted Task"),
+        ("return ['a']", "task 0 of environment 'adding' is 'a', wanted Task"),
         ("from whet.data.records import Task; return [Task('a', '42')]", "with a mapping"),
         ("yield 1", r"`tasks` of environment 'adding' did nothing: `Environment.tasks` must"),
     ],

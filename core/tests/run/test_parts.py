@@ -15,6 +15,7 @@ from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.plan.placement import Way
+from whet.rollout.event_loop import EpisodeLoop
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
 from whet.run.run_folder import closing_all
 from whet.run.weight_sync import WeightSync, make_weight_sync
@@ -190,3 +191,21 @@ def test_an_error_inside_is_not_hidden_by_what_fails_to_close_after_it() -> None
 
     with pytest.raises(KeyboardInterrupt), closing_all([interrupted]):
         raise WorkerLost("backend", 0, "train", "killed by signal 9")
+
+
+def test_requests_of_any_thread_are_made_on_the_loop_of_the_handle():
+    loop, spans, loops = EpisodeLoop(), Spans(), []
+
+    class Noting(FakeGenerator):
+        async def generate(self, request):
+            loops.append(asyncio.get_running_loop())
+            return await super().generate(request)
+
+    handle = GeneratorHandle(Noting("a"), busy(spans), loop=loop.events)
+    request = Request("r", np.array([1]), Sampling(max_tokens=4), 0)
+    try:
+        for completion in (asyncio.run(handle.generate(request)), loop.run(handle.generate(request))):
+            assert completion.tokens[0] == ord("a")
+    finally:
+        loop.close()
+    assert loops == [loop.events] * 2

@@ -125,7 +125,7 @@ def test_episodes_are_told_by_where_they_wait():
 
     loop = EpisodeLoop()
     try:
-        asyncio.run_coroutine_threadsafe(play(), loop._loop)
+        asyncio.run_coroutine_threadsafe(play(), loop.events)
         deadline = time.monotonic() + 10
         while not any("3 at test_stall_monitor.py" in place and "in sandbox" in place for place in loop.where()):
             assert time.monotonic() < deadline, loop.where()
@@ -143,7 +143,7 @@ def test_code_that_keeps_episodes_waiting_is_told_first():
 
     loop = EpisodeLoop()
     try:
-        done = asyncio.run_coroutine_threadsafe(blocking(), loop._loop)
+        done = asyncio.run_coroutine_threadsafe(blocking(), loop.events)
         began.wait(60.0)
         where = loop.where()
         over.set()

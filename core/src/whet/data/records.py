@@ -100,7 +100,7 @@ class Sampling:
     def __attrs_post_init__(self) -> None:
         stops(self.stop)
         longest: Any = self.max_tokens
-        if not isinstance(longest, Integral) or longest < 1:
+        if type(longest) is bool or not isinstance(longest, Integral) or longest < 1:
             raise DataError(f"max_tokens is {longest!r}, wanted a whole number of at least 1")
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise DataError(f"wanted a temperature and top_k of at least 0, and a top_p above 0 and up to 1: {self}")

@@ -17,7 +17,7 @@ from whet.rollout.scoring import Scoring
 
 TOTAL, LENGTH = "reward", "response_length"
 NAMED = f"{TOTAL}/{TOTAL}"
-"""A reward that is called `reward`, if there are others. Its metric in training ends like this, too."""
+"""A reward that is called `reward`. Its metric in training ends like this, too."""
 Answers = tuple[tuple[str, int, int], ...]
 
 
@@ -56,10 +56,8 @@ def _values(episodes: Sequence[Episode], passes: int, answers: Answers, scoring:
     if scoring.unanswered_vote and abstained:
         votes, abstained = [*votes, (abstained, 0)], 0
     named = {name: fmean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)}
-    if TOTAL in named and len(named) > 1:
-        named[NAMED] = named.pop(TOTAL)
     return {
-        **named,
+        **{NAMED if name == TOTAL else name: value for name, value in named.items()},
         TOTAL: fmean([episode.reward for episode in episodes]),
         LENGTH: fmean([response_length(episode) for episode in episodes]),
         **{f"pass@{k}": pass_at(k, count, passes) for k in scoring.pass_at if k <= count},

@@ -51,7 +51,7 @@ class PreparedData(Protocol):
         """Return the number of batches of `size` units. Raise `ValueError` if the run has no number of epochs."""
 
     def validation(self, size: int) -> "dict[str, list[Batch]]":
-        """Return the validation data of each file, by its name in metrics, in batches of at most `size` units."""
+        """Return the validation data of each file, by its name in metrics, in order, in batches of `size`."""
 
     def with_columns(self, compute: Callable[[str, Any], Mapping[str, Any]]) -> "PreparedData":
         """Return the same data with further columns.

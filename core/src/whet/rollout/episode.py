@@ -94,7 +94,7 @@ class Player(Sequences):
                     raise
                 kind = "infrastructure" if is_infrastructure(error) else "failed"
                 if kind == "failed" or failures > self.infrastructure_retries:
-                    assignment.tally[kind] += 1
+                    assignment.tally.update({"done": -len(episodes), kind: len(episodes)})
                     raise self._failure(assignment, "group_rewards", failures, error) from error
             assignment.tally["retried"] += 1
             await _pause(failures)

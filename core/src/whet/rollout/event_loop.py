@@ -37,25 +37,26 @@ class EpisodeLoop:
 
     def __init__(self, stall_seconds: float = 300.0) -> None:
         self._stall_seconds = stall_seconds
-        self._loop = asyncio.new_event_loop()
+        self.events = asyncio.new_event_loop()
+        """The event loop of asyncio."""
         self._lost = ""
         """Why the thread ended unexpectedly; empty while the thread runs."""
         self._closing = False
-        self._thread = watched("whet episodes", self._loop.run_forever, self._lose, lambda: self._closing)
+        self._thread = watched("whet episodes", self.events.run_forever, self._lose, lambda: self._closing)
 
     def run(self, coroutine: Coroutine[Any, Any, Result], tick: Callable[[], None] = lambda: None) -> Result:
         """Run a coroutine on the loop and return its result. While waiting, call `tick` a few times a second.
 
         `tick` runs on the thread of the caller.
         """
-        future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self.events)
         alive, answer = time.monotonic(), None
         try:
             while not _done(future, TICK_SECONDS):
                 if self._lost:
                     raise WhetError(f"{self._lost}; no episode can be played any more")
                 if answer is None or answer.done():
-                    alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+                    alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.events)
                 elif time.monotonic() - alive > self._stall_seconds:
                     raise self._stalled()
                 tick()
@@ -81,7 +82,7 @@ class EpisodeLoop:
         running = outside_libraries(traceback.extract_stack(frame))[-1:] if frame else []
         busy = [f"running {Path(one.filename).name}:{one.lineno} in {one.name}, all others wait" for one in running]
         try:
-            return busy + _places(asyncio.all_tasks(self._loop))
+            return busy + _places(asyncio.all_tasks(self.events))
         except RuntimeError:  # tasks came and went while they were counted
             return busy
 
@@ -96,18 +97,18 @@ class EpisodeLoop:
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine that cleans up. Return whether it ended within a few seconds."""
-        return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
+        return _done(asyncio.run_coroutine_threadsafe(coroutine, self.events), CLOSE_SECONDS)
 
     def close(self) -> None:
         """Cancel all tasks and end the thread. Safe to call twice."""
-        if self._loop.is_closed() or not self._thread.is_alive():
+        if self.events.is_closed() or not self._thread.is_alive():
             return
         if not self.try_run(_cancel_all()):
             return  # code that never returns keeps the daemon thread until the process ends
         self._closing = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.events.call_soon_threadsafe(self.events.stop)
         self._thread.join()
-        self._loop.close()
+        self.events.close()
 
     def _lose(self, words: str) -> None:
         self._lost = words

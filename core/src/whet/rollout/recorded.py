@@ -121,6 +121,7 @@ class RecordedModel:
         self._parts = [_Part()]
         self._offsets = [(0, 0, 0)]  # (part, tokens, messages) at the start and after each completion
         self._full = self._busy = False
+        self._before = self._parts[-1].tokens  # tokens of the part before its last turn
 
     @property
     def episode(self) -> EpisodeInfo:
@@ -163,7 +164,9 @@ class RecordedModel:
         self._parts[-1].completions.pop()
         if not self._parts[-1].completions and len(self._parts) > 1:
             self._parts.pop()
-        self._parts[-1].tokens, self.messages = self.history(self.turns)
+        else:
+            self._parts[-1].tokens = self._before
+        self.messages = self.messages[: self._offsets[-1][2]]
 
     def reward(
         self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
@@ -280,7 +283,7 @@ class RecordedModel:
             part = _Part()
             self._parts.append(part)
         part.completions.append((len(tokens), completion, sampling.temperature == shared.sampling.temperature))
-        part.tokens = np.concatenate([tokens, completion.tokens])
+        self._before, part.tokens = part.tokens, np.concatenate([tokens, completion.tokens])
         self.messages = (*self.messages, *messages, said)
         self._offsets.append((len(self._parts) - 1, len(part.tokens), len(self.messages)))
         return Turn(tokens, completion, said.text)

@@ -13,7 +13,6 @@ from whet.data.messages import Message, conversation
 from whet.data.randomness import derive_seed
 from whet.data.records import Reply, Request, Sampling, stops
 from whet.errors import DataError
-from whet.interfaces.clock import on_loop
 from whet.rollout.complete import complete
 from whet.rollout.recorded import checked_completion
 
@@ -58,5 +57,5 @@ class RoleResponder:
         request = Request(
             f"{self._role}-{seed}-{next(self._ids)}", tokens, sampling, derive_seed(seed, f"role {self._role}")
         )
-        completion = checked_completion(await on_loop(complete(self._generator(), request, chat.decode)), request)
+        completion = checked_completion(await complete(self._generator(), request, chat.decode), request)
         return Reply(prefill + chat.decode(completion.tokens), tuple(completion.tokens.tolist()), completion.stop)

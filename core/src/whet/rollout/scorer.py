@@ -6,7 +6,7 @@ Requests that arrive while a batch is running form the next batch.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from whet.data.batch import from_sequences
 from whet.data.messages import Message, conversation
 from whet.errors import DataError
-from whet.interfaces.clock import on_loop
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -52,21 +51,17 @@ class RoleScorer:
         """
         self._backend, self._chat, self._longest, self._role = backend, chat, longest, role
         self._cut = 0
-        self._waiting: list[tuple[Any, asyncio.Future[float]]] = []
-        self._serving: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[Any, Future[float]]] = []  # any thread appends
         self._thread = ThreadPoolExecutor(1, "whet-scorer")
 
     async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
         """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... that was cut."""
         tokens = self._fitted(self._chat().training(conversation(messages), "last").tokens, cut)
-        return await on_loop(self._value(tokens))
-
-    async def _value(self, tokens: Any) -> float:
-        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        answer = Future[float]()
         self._waiting.append((tokens, answer))
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
-        return await answer
+        await asyncio.sleep(0)  # requests made in this iteration of the loop join the batch
+        self._thread.submit(self._serve)
+        return await asyncio.wrap_future(answer)
 
     def _fitted(self, tokens: Any, cut: bool) -> Any:
         """Return the tokens, cut to their end if they are too many. Raises `DataError` if `cut` is false."""
@@ -87,21 +82,19 @@ class RoleScorer:
         """Wait for the running batch and end the thread."""
         self._thread.shutdown()
 
-    async def _serve(self) -> None:
-        await asyncio.sleep(0)  # requests made in this iteration of the loop join the batch
-        while self._waiting:
-            now, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
-            tokens = [one for one, _ in now]
-            try:
-                values = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, tokens)
-            except Exception as error:
-                for _, answer in now:
-                    if not answer.done():
-                        answer.set_exception(error)
-                continue
-            for (_, answer), value in zip(now, values, strict=True):
-                if not answer.done():
-                    answer.set_result(value)
+    def _serve(self) -> None:
+        """Score what waits, on the scorer's own thread. Each request asks for this, and may find nothing left."""
+        now = self._waiting[:MOST_TOGETHER]
+        del self._waiting[: len(now)]
+        now = [(tokens, answer) for tokens, answer in now if answer.set_running_or_notify_cancel()]
+        if not now:
+            return
+        try:
+            for (_, answer), value in zip(now, self._score([tokens for tokens, _ in now]), strict=True):
+                answer.set_result(value)
+        except Exception as error:
+            for _, answer in now:
+                answer.set_exception(error)
 
     def _score(self, tokens: Sequence[Any]) -> list[float]:
         batch = from_sequences([whole(one) for one in tokens], prompt_lengths=[len(one) for one in tokens])

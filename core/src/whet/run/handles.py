@@ -22,10 +22,13 @@ from attrs import evolve
 
 from whet.data.spans import Spans
 from whet.interfaces.backend import SavesInBackground
+from whet.interfaces.clock import on_loop
 from whet.interfaces.generator import Replicated
 from whet.run.steps import Interrupted
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from whet.component import Spec
     from whet.data.batch import Batch
     from whet.data.metrics import Metric
@@ -154,10 +157,11 @@ class GeneratorHandle:
     """A generator whose requests run inside context managers, in their order."""
 
     def __init__(
-        self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None
-    ) -> None:
-        """`receiving` is called before the generator receives weights."""
-        self._generator, self._managers, self._receiving = generator, around, receiving
+        self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None,
+        loop: "AbstractEventLoop | None" = None,
+    ) -> None:  # fmt: skip
+        """`receiving` is called before the generator receives weights; `loop` has the requests, None: the caller's."""
+        self._generator, self._managers, self._receiving, self._loop = generator, around, receiving, loop
 
     def present(self) -> tuple[int, int]:
         """See `Replicated.present`. A generator that is not replicated counts as one replica."""
@@ -165,6 +169,9 @@ class GeneratorHandle:
 
     async def generate(self, request: "Request") -> "Completion":
         """See `Generator.generate`."""
+        return await on_loop(self._generate(request), self._loop)
+
+    async def _generate(self, request: "Request") -> "Completion":
         async with AsyncExitStack() as stack:
             for around in self._managers:
                 await stack.enter_async_context(around())

@@ -177,5 +177,7 @@ def _handle(role: Role, built: Any, spans: Spans, turns: Turns | None) -> Backen
     """Return the handle of a further model, by which it takes its turns."""
     if not role.generates:
         return BackendHandle(built, *(turns.around(role.name) if turns else ()), timed(spans, role.name))
-    receiving = partial(turns.took_weights, role.name) if turns else lambda: None
-    return GeneratorHandle(built, *(turns.requests() if turns else ()), busy(spans, role.name), receiving=receiving)
+    if turns is None:
+        return GeneratorHandle(built, busy(spans, role.name))
+    receiving, loop = partial(turns.took_weights, role.name), turns.loop.events
+    return GeneratorHandle(built, *turns.requests(), busy(spans, role.name), receiving=receiving, loop=loop)

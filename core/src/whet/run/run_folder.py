@@ -147,7 +147,7 @@ class RunFolder:
         self.listener(event)
 
     def publish_later(self, name: str, make: Callable[[], Event]) -> None:
-        """Make and append the rows of an event on another thread. The next call or `settle` raises its error."""
+        """Make and append an event's rows on another thread. The next call or `settle` tells the listener or raises."""
 
         def write() -> Event:
             self.append(name, (event := make()).rows)
@@ -221,7 +221,7 @@ def _is_kept(row: Mapping[str, Any], step: float) -> bool:
 
 @contextmanager
 def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
-    """Call the functions in the list at the end, last first. Raises the error of the block, or a closer's first."""
+    """Call the functions in the list at the end, last first. Raises the error of the block, else of a closer."""
     first: BaseException | None = None
     try:
         yield closers

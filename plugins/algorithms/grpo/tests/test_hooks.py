@@ -124,6 +124,7 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             {"advantages": {"use": "gdpo", "scale": "none", "std_over": "others"}},
             "algorithm.advantages.std_over", "which divides by nothing",
         ),
+        ({"advantages": "gdpo", "overlong": {"factor": 0.5}}, "algorithm.overlong.factor", "`gdpo` has normalised"),
         ({"covariance": {"share": 0.1}}, "algorithm.covariance.share", "has no effect with method: none"),
         (
             {"covariance": {"method": "clip-cov", "weight": 2.0}},

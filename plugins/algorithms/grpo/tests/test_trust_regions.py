@@ -10,7 +10,7 @@ import torch
 
 from whet.data.batch import Batch
 from whet_grpo import losses
-from whet_grpo.config import ClippedPgConfig, DppoConfig, VespoConfig
+from whet_grpo.config import ClippedPgConfig, DppoConfig, OffPolicySection, VespoConfig
 from whet_ops.algorithms.config import CovarianceSection
 from whet_ops.algorithms.policy_steps import treat_covariance
 from whet_testing.batches import random_batch
@@ -137,6 +137,21 @@ def test_kl_cov_holds_the_tokens_of_largest_covariance_near_the_old_policy(seed:
     found = ours(losses.ClippedPg(ClippedPgConfig(clip_low=1.0, clip_high=1e6)), treated)
     assert found[0] == pytest.approx(value, rel=1e-5)
     np.testing.assert_allclose(found[1], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_response_that_off_policy_masking_leaves_out_keeps_the_penalty_of_kl_cov() -> None:
+    batch, _ = treat_covariance(inputs(2), CovarianceSection(method="kl-cov", share=0.3, weight=0.8), 2)
+    masking = OffPolicySection(threshold=0.0)
+    values = [
+        [
+            ours(losses.ClippedPg(ClippedPgConfig(off_policy=section)), one)[0]
+            for section in (OffPolicySection(), masking)
+        ]
+        for one in (batch, batch.with_columns(old_kl_weight=np.zeros(batch.tokens, np.float32)))
+    ]
+    (penalised, penalised_and_masked), (plain, masked) = values
+    assert masked != pytest.approx(plain, rel=1e-3), "some response is left out"
+    assert penalised_and_masked - masked == pytest.approx(penalised - plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(4))

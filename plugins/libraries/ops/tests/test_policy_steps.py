@@ -397,6 +397,15 @@ def test_the_treated_tokens_do_not_depend_on_the_order_of_sequences(method: Any)
     np.testing.assert_array_equal(found.take(np.argsort(order))[column], expected[column])
 
 
+def test_covariances_turn_with_the_sign_of_advantages_however_large() -> None:
+    given = random_batch(5, columns=["advantages", "old_logprobs"], sequences=24)
+    large = given.with_columns(advantages=(given["advantages"] * 1e5).astype(np.float32))
+    turned = large.with_columns(advantages=-large["advantages"])
+    section = CovarianceSection(method="kl-cov", share=0.1)
+    found, other = (treat_covariance(one, section, 0)[1]["covariance/mean"].number() for one in (large, turned))
+    assert found == pytest.approx(-other, rel=1e-6)
+
+
 def test_where_all_covariances_are_0_no_token_is_treated() -> None:
     for given in (batch(advantages=tokens(2, 2, 2)), batch(loss_mask=np.zeros(9, bool))):
         found, _ = treat_covariance(given, CovarianceSection(method="kl-cov"), 0)

@@ -121,6 +121,9 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
             )
     if isinstance(found, sections.ReinforcePlusPlusConfig) and found.baseline_of == "reward" and not found.baseline:
         yield Problem("algorithm.advantages.baseline_of", "has no effect without a baseline; set baseline: true")
+    if isinstance(found, sections.GdpoConfig) and grpo.overlong.factor < 1:
+        words = "would multiply the rewards, which `gdpo` has normalised one by one; use overlong.penalty"
+        yield Problem("algorithm.overlong.factor", words)
     if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.std_over == "others":
         yield Problem("algorithm.advantages.std_over", "has no effect with scale: none, which divides by nothing")
 

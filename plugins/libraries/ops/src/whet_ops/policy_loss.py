@@ -105,12 +105,13 @@ class PolicyLoss:
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
         responses = Responses(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
         found = self._formula(responses)
-        near, loss = self.near(responses, batch), found.loss
+        near = self.near(responses, batch)
+        terms = {"policy": self.sum(found.loss, mask, batch, near)}
         if OLD_KL_WEIGHT in batch:
             # k3 and not |log-ratio|, whose slope where the two agree would be the sign of a rounding error
             moved_by = log_ratio(old, logprobs, self.config.clamp_log_ratio or MOST_NATS)
-            loss = loss + batch[OLD_KL_WEIGHT] * kl_estimate(moved_by, "k3")
-        terms = {"policy": self.sum(loss, mask, batch, near)}
+            penalty = batch[OLD_KL_WEIGHT] * kl_estimate(moved_by, "k3")
+            terms["policy"] = terms["policy"] + self.sum(penalty, mask, batch)
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)

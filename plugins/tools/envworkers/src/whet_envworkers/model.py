@@ -175,6 +175,8 @@ class RemoteRole:
         return reply
 
     async def _ask(self, method: str, messages: Any, settings: Mapping[str, Any]) -> Any:
-        playing = _CURRENT.get()
+        if (playing := _CURRENT.get(None)) is None:
+            words = "on a thread that does not know its episode; start the thread by asyncio.to_thread"
+            raise EpisodeError(f"it asks the role {self._name!r} {words}")
         conversation = list(spoken.conversation(messages))
         return await playing.ask("role", name=self._name, method=method, messages=conversation, settings=settings)

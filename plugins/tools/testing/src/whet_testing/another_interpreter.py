@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -51,7 +52,10 @@ class AnotherInterpreter:
             asked, found = Path(folder, "asked"), Path(folder, "found")
             asked.write_bytes(pickle.dumps(order))
             variables = {**os.environ, SEED: self._seed}
-            done = self._programs.run(_ANSWER, [str(asked), str(found)], variables=variables, seconds=seconds)
+            try:
+                done = self._programs.run(_ANSWER, [str(asked), str(found)], variables=variables, seconds=seconds)
+            except (subprocess.TimeoutExpired, ChildProcessError) as error:
+                raise NotThereError(f"the other interpreter gave no answer in {seconds:g} seconds") from error
             if done.returncode:
                 raise NotThereError(done.stderr.strip().rpartition("\n")[2][:500])
             return pickle.loads(found.read_bytes())

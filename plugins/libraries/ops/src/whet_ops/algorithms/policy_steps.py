@@ -233,7 +233,8 @@ def treat_covariance(batch: Batch, section: CovarianceSection, seed: int) -> tup
     if section.method == "none" or not mask.any():
         return batch, {}
     advantages = np.asarray(of_tokens(batch, "advantages"), np.float64)
-    covariance = np.where(mask, _centred(advantages, mask) * _centred(batch["old_logprobs"], mask), 0.0)
+    logprobs = np.asarray(batch["old_logprobs"], np.float64).clip(-MOST_NATS, None)  # of a token that cannot occur
+    covariance = np.where(mask, _centred(advantages, mask) * _centred(logprobs, mask), 0.0)
     number = max(int(section.share * mask.sum()), 1)
     if section.method == "clip-cov":
         inside = mask & (covariance > section.low) & (covariance < section.high)
@@ -250,8 +251,7 @@ def treat_covariance(batch: Batch, section: CovarianceSection, seed: int) -> tup
 
 
 def _centred(values: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return values [N] minus their mean over a mask [N]. A logprob of a token that cannot occur is bounded."""
-    values = np.asarray(values, np.float64).clip(-MOST_NATS, None)
+    """Return values [N] minus their mean over a mask [N]."""
     return np.asarray(values - values[mask].mean())
 
 

@@ -50,7 +50,8 @@ Drawn = dict[str, tuple[int, dict[int, Task]]]
 OF_A_PROCESS = (
     "a resumed run, its workers and the next machine would play other tasks. Draw from a seed with "
     "whet.data.randomness.derive_seed, and leave out what differs from process to process: hash(), id(), the order of "
-    "a set, the time, `random` without a seed"
+    "a set, the time, `random` without a seed. Fixtures do not run in the other process: where one makes the tasks, "
+    "set `test_another_process_has_the_same_items = None` in the class"
 )
 BUILTINS = (str, int, float, bool, bytes, type(None))
 
