@@ -47,7 +47,7 @@ class Ended:
         """What it ended with: a message in plain words and the exit code 1, or the test fails."""
         assert self.code == 1, f"exit code {self.code}\n{self.output}\n{self.errors}"
         assert "Traceback" not in self.errors
-        *_, error = self.errors.partition("Error: ")
+        *_, error = f"\n{self.errors}".partition("\nError: ")  # warnings before it may quote errors
         assert error, self.errors
         return error.strip()
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,24 @@ def test_a_folder_that_is_moved_away_is_not_made_again(config, tmp_path):
                 (tmp_path / "run").rename(tmp_path / "elsewhere")
             take_step(parts, step)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_whose_folder_was_deleted_touches_nothing_of_the_next_run_in_it(config, tmp_path):
+    other = RunFolder(tmp_path / "run")
+    match = "run belongs to another run, which began in it when it was moved or deleted; choose another run.folder"
+    with pytest.raises(CheckpointError, match=match), whet.open(config) as parts:
+        for step in parts.steps:
+            if step.number == 3:
+                while not (tmp_path / "run" / "rollouts" / "step-000002.jsonl").exists():
+                    time.sleep(0.01)  # another thread writes it
+                shutil.rmtree(tmp_path / "run")
+                other.claim()
+                other.append("metrics.jsonl", [{"step": 1}])
+                other.scratch.mkdir()
+                kept = {str(file): file.stat().st_mtime_ns for file in other.path.rglob("*")}
+            take_step(parts, step)
+    assert {str(file): file.stat().st_mtime_ns for file in other.path.rglob("*")} == kept
+    other.release()
 
 
 def test_a_loop_that_forgets_to_send_weights_is_told_once(config, capsys):

@@ -81,7 +81,10 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("moment", ["while it runs", "while it imports"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 129)],
+)
 def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number: int, code: int, moment: str) -> None:
     if moment == "while it runs":
         install("whet-waits", {"waits_hooks": WAITS})
@@ -101,7 +104,18 @@ def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number:
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == code
-    assert "Traceback" not in errors
+    assert errors.strip() == f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    code = (
+        "import signal, sys, whet.cli; sys.argv[1:] = ['--help']; whet.cli._disarm = lambda: print(signal.getsignal(1))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nwhet.cli.main()"], capture_output=True, text=True, check=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    assert done.stdout.rstrip().endswith("Handlers.SIG_IGN") or done.stdout.rstrip().endswith("1")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

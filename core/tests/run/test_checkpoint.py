@@ -311,3 +311,38 @@ def test_a_metric_that_does_not_exist_is_named_with_those_that_do():
     assert "known: loss" in checkpoint.missing(KeepBestSection("reward"), {"loss": 1.0})
     assert not checkpoint.missing(KeepBestSection("evaluation/test/correct"), metrics)
     assert not checkpoint.missing(KeepBestSection("evaluation/test/correct"), {"loss": 1.0})  # not evaluated
+
+
+def test_nothing_is_written_or_deleted_in_a_folder_that_another_run_has_taken(tmp_path):
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    run.claim()
+    for step in (1, 2):
+        write(run, step, {}, {"backend": save_weights})
+    complete = checkpoint.begin(run, 3, {}, {"backend": save_weights})
+    (tmp_path / "run").rename(tmp_path / "away")
+    other.claim()
+    for step in (1, 2):
+        write(other, step, {}, {"backend": save_weights})
+    for touch in (
+        complete,
+        lambda: checkpoint.begin(run, 4, {}, {"backend": save_weights}),
+        lambda: checkpoint.prune(run, 1),
+        lambda: run.append("metrics.jsonl", [{"step": 1}]),
+    ):
+        with pytest.raises(CheckpointError, match="belongs to another run"):
+            touch()
+    run.remove("checkpoints")
+    assert sorted(folder.name for folder in other.checkpoints.iterdir()) == ["step-000001", "step-000002"]
+    run.release()
+    other.release()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_the_newest_checkpoint_has_a_list_of_its_files(tmp_path, kind):
+    run = RunFolder(tmp_path)
+    write(run, 3, {}, {"backend": save_weights})
+    left = run.checkpoints / "step-000012"
+    left.mkdir() if kind == "folder" else left.touch()
+    assert checkpoint.newest(run) == 3
+    with pytest.raises(CheckpointError, match=r"step-000012 is damaged: it lacks complete\.json"):
+        checkpoint.latest(run)

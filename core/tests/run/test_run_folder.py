@@ -4,7 +4,10 @@ import errno
 import json
 import os
 import resource
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -294,3 +297,24 @@ def test_rows_whose_step_is_no_number_do_not_end_a_rewind(tmp_path):
     run.rewind(1)
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [{"step": 1}]
     assert list(read_rows(tmp_path / "journal.jsonl"))[:5] == rows
+
+
+def test_the_folder_of_a_job_that_is_killed_is_removed(tmp_path):
+    code = """
+from whet.run.run_folder import temporary_run_folder
+with temporary_run_folder("eval") as folder:
+    print(folder.path, flush=True)
+    input()
+"""
+    job = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    folder = Path(job.stdout.readline().strip())
+    assert folder.is_dir()
+    job.kill()
+    job.communicate()
+    until = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists()

@@ -1,6 +1,7 @@
 """The command line. A command imports what it needs when it runs, so that `whet --help` answers at once.
 
-Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage; ended by Ctrl-C: 130, by SIGTERM or SIGUSR1:
+143, by SIGHUP: 129.
 """
 
 import gc
@@ -12,6 +13,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+_ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PATIENCE_SECONDS = 30.0  # for threads that have not ended when the command has
 
 
@@ -19,7 +21,9 @@ def main() -> None:
     """Run the command line and exit. Signals are handled before the slow imports."""
     gc.set_threshold(10_000)  # imports make many objects, and by default a quarter of their time goes to the collector
     try:
-        signal.signal(signal.SIGTERM, _terminate)
+        for number in _ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _terminate)
         from whet.cli.app import run_command
 
         code = run_command()
@@ -29,9 +33,11 @@ def main() -> None:
         with suppress(OSError, AttributeError):
             print("ended by Ctrl-C", file=sys.stderr, flush=True)
         code = 128 + signal.SIGINT
-    except Terminated:
+    except Terminated as ended:
         _disarm()
-        code = 128 + signal.SIGTERM
+        with suppress(OSError, AttributeError):
+            print(f"ended by {signal.Signals(ended.number).name}", file=sys.stderr, flush=True)
+        code = 128 + (signal.SIGTERM if ended.number == signal.SIGUSR1 else ended.number)
     _let_go_of_readers()
     gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
     threading.Thread(target=_leave, args=[code], daemon=True).start()
@@ -39,12 +45,16 @@ def main() -> None:
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM, as KeyboardInterrupt is by Ctrl-C. Code that handles errors must not swallow it."""
+    """Raised by a signal, as KeyboardInterrupt is by Ctrl-C. Code that handles errors must not swallow it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _disarm() -> None:
     """Restore what signals do by default: only Python's own exit is left, and would show tracebacks."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *_ENDING):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
@@ -76,4 +86,4 @@ def _let_go_of_readers() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise Terminated(number)

@@ -359,7 +359,7 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not abs(number) <= LARGEST_REWARD:
-            words = f"wanted a finite number of at most {LARGEST_REWARD:g}"
+            words = "wanted a finite number" + f" of at most {LARGEST_REWARD:g}" * math.isfinite(number)
             raise EpisodeError(f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, {words}")
         checked[str.__str__(name)] = number  # of an enum, say
     return checked

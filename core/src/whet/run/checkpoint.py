@@ -53,6 +53,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
     final = run.checkpoints / f"step-{step:06d}"
     partial = final.with_name(final.name + PARTIAL)
     text = json.dumps({"step": step, **state})
+    run.check_held()
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
         for name in saves:
@@ -62,6 +63,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
         with _removed(partial):
             for wait in waits:
                 wait()
+        run.check_held()
         with disk_errors(partial):
             (partial / STATE).write_text(text, encoding="utf-8")
             files = sorted(p for p in partial.rglob("*") if p.is_file())
@@ -70,6 +72,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
             folders = [p for p in partial.rglob("*") if p.is_dir()]
             for path in [*files, partial / MANIFEST, *folders, partial]:
                 _fsync(path)
+            run.check_held()
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _fsync(run.checkpoints)
@@ -97,6 +100,7 @@ def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None, befo
     If no checkpoint has the metric, its name may be a mistake. Then the checkpoints up to the step `before` stay.
     """
     if keep:
+        run.check_held()
         found, ranked = folders(run), ranking(run, best) if best else []
         kept = {step for step, _ in found[:keep]} | {*(ranked[: best.count] if best else ())}
         spared = before if best and not ranked else 0
@@ -129,8 +133,11 @@ def missing(best: "KeepBestSection", metrics: Mapping[str, float]) -> str:
 
 
 def newest(run: RunFolder) -> int:
-    """Return the step of the newest checkpoint, or 0 if there is none. The checkpoint is not read."""
-    return max((step for step, _ in folders(run)), default=0)
+    """Return the step of the newest checkpoint, or 0 if there is none. The checkpoint is not read.
+
+    A folder without a list of files is none. `latest` reports it.
+    """
+    return max((step for step, folder in folders(run) if (folder / MANIFEST).is_file()), default=0)
 
 
 def position(run: RunFolder, step: int) -> dict[str, int]:

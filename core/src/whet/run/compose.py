@@ -89,7 +89,7 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
             refuse_another(f"{folder.path} holds", held, own, config)
         if not nothing_left(config.run, prepared.roles.algorithm.records_per_step, folder, done, inputs.data):
             return None
-    shutil.rmtree(folder.scratch, ignore_errors=True)  # of a run attempt that was killed at its very end
+    folder.remove("scratch")  # of a run attempt that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
         folder.journal("closed")
     return done
@@ -141,9 +141,10 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     if _exported(folder):
         return
     target, partial = folder.path / "model", folder.path / "model.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    folder.remove("model.partial")
     backend.export(partial)
     with disk_errors(target):
+        folder.check_held()
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     folder.journal("exported", step=step)
@@ -200,7 +201,7 @@ class _OpenRun:
         """Close the loggers at the end, and write into the journal how the run ended."""
         with closing_all([]) as closers:
             self.observers = Observers(self.prepared.loaded.registry.manager, self.folder)
-            closers += [lambda: shutil.rmtree(self.folder.scratch, ignore_errors=True), self.observers.close]
+            closers += [lambda: self.folder.remove("scratch"), self.observers.close]
             self.recovery = Recovery(self.prepared.config.cluster.recovery, self.folder)
             try:
                 yield self

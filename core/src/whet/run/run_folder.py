@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from attrs import evolve
 from whet.data.files import disk_errors, json_line, read_rows, reading, step_of
 from whet.errors import CheckpointError
 from whet.interfaces.logger import Event
+from whet.runtime.watchdog import watchdog
 
 PRIVATE: Final = ("rollouts/", "evaluations/", "tables/", "endpoint.jsonl")
 """Files of the run folder with prompts and responses: they may have private data of a company or a user."""
@@ -68,6 +69,7 @@ class RunFolder:
             raise CheckpointError(
                 f"{self.path} is in use by another run; wait for it, or choose another run.folder"
             ) from error
+        self.check_held()  # it may have been deleted between the two calls
 
     def release(self) -> None:
         """Write what is still to be written, and give the lock back. Safe to call twice."""
@@ -102,15 +104,30 @@ class RunFolder:
                 os.fsync(stream.fileno())
             partial.replace(target)
 
-    def _make_parent(self, target: Path) -> None:
-        """Make the folder of a file. Raises `CheckpointError` if the run folder is no longer where it was locked."""
-        if self._lock is not None and not (self.path / ".lock").exists():
-            words = "was moved or deleted while its run wrote to it; bring it back, and start the same command again"
-            if self.path.is_dir():
-                words = (
-                    "lost its file .lock, without which a second run could begin in it; start the same command again"
-                )
+    def check_held(self) -> None:
+        """Raise `CheckpointError` if the folder at the path is no longer the one that this object has locked."""
+        if self._lock is None:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._lock), (self.path / ".lock").stat()):
+                return
+            words = "belongs to another run, which began in it when it was moved or deleted; choose another run.folder"
             raise CheckpointError(f"{self.path} {words}")
+        words = "was moved or deleted while its run wrote to it; bring it back, and start the same command again"
+        if self.path.is_dir():
+            words = "lost its file .lock, without which a second run could begin in it; start the same command again"
+        raise CheckpointError(f"{self.path} {words}")
+
+    def remove(self, *names: str) -> None:
+        """Remove folders of the run, if it still holds them."""
+        with suppress(CheckpointError):
+            self.check_held()
+            for name in names:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _make_parent(self, target: Path) -> None:
+        """Make the folder of a file. Raises `CheckpointError`; see `check_held`."""
+        self.check_held()
         target.parent.mkdir(parents=True, exist_ok=True)
 
     def read_json(self, name: str) -> Any:
@@ -241,6 +258,7 @@ def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[],
 def temporary_run_folder(job: str) -> Iterator[RunFolder]:
     """Make a run folder for a job alone. After an error, the logs of its workers stay, because the error names them."""
     folder, keeps = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-")), False
+    watchdog().guard("folder", str(folder.path))
     try:
         folder.scratch.mkdir()
         yield folder
@@ -249,3 +267,4 @@ def temporary_run_folder(job: str) -> Iterator[RunFolder]:
         raise
     finally:
         shutil.rmtree(folder.scratch if keeps else folder.path, ignore_errors=True)
+        watchdog().release("folder", str(folder.path))

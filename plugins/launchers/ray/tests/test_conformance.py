@@ -42,6 +42,13 @@ def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> N
     head, _ = launching("ray").examine(ClusterSection("ray", "127.0.0.1:1"))
     assert head.status == "fail"
     assert "nobody answers at 127.0.0.1:1" in head.found
+    assert "correct cluster.address" in head.change
+
+
+def test_a_doctor_names_what_names_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    head, _ = launching("ray").examine(ClusterSection("ray"))
+    assert "correct RAY_ADDRESS or unset it; with cluster.address: local it is ignored" in head.change
 
 
 @pytest.mark.parametrize("address", ["local", "auto"])

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from whet.cli.app import group
 from whet_jobs.evaluate import evaluate
 from whet_jobs.export import export
+from whet_jobs.jobs import used
 
 
 @pytest.mark.parametrize(("name", "command"), [("eval", evaluate), ("export", export)])
@@ -52,3 +53,17 @@ def test_an_evaluation_takes_a_new_or_an_empty_folder(tmp_path: Path, there: boo
         out.mkdir()
     done = CliRunner().invoke(group, ["eval", str(tmp_path / "none.yaml"), "--out", str(out)])
     assert "there is no file" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(group, ["eval", str(tmp_path / "none.yaml"), "--out", str(tmp_path / "file" / "out")])
+    assert done.exit_code == 1
+    assert f"cannot write {tmp_path / 'file' / 'out'}: Not a directory" in done.stderr
+
+
+def test_what_a_killed_export_left_is_no_reason_to_refuse_its_folder(tmp_path: Path) -> None:
+    (tmp_path / ".partial").mkdir()
+    assert used(tmp_path) == ""
+    (tmp_path / "model.safetensors").touch()
+    assert used(tmp_path) == f"{tmp_path} is no empty folder: it holds model.safetensors"

@@ -31,6 +31,13 @@ def address_to_join(section: "ClusterSection", environment: Mapping[str, str] = 
     return "" if address == "local" else address
 
 
+def source_of(address: str, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return what named the address of a cluster, and how to change it."""
+    if address == environment.get(VARIABLE, "").strip():
+        return VARIABLE, f"correct {VARIABLE} or unset it; with cluster.address: local it is ignored"
+    return "cluster.address", "correct cluster.address; empty or `local` starts Ray for the run alone"
+
+
 def address_problem(section: "ClusterSection", environment: Mapping[str, str] = os.environ) -> str:
     """Return what is wrong with the address that a run would join, or "" where nothing is wrong."""
     address = address_to_join(section, environment)

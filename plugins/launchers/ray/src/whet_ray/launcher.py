@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from whet.errors import ConfigError
 from whet.interfaces.launcher import Finding
-from whet_ray.address import address_to_join, head_of
+from whet_ray.address import address_to_join, head_of, source_of
 from whet_ray.life import connect
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ class RayLaunching:
 
 
 def _head(address: str) -> Finding:
+    head = address
     try:
-        address = head_of(address)
-        connect(address)
+        head = head_of(address)
+        connect(head)
     except ConfigError as error:
         return Finding("fail", str(error))
     except OSError as error:
-        change = "`ray start --head` prints the address; start it, or correct cluster.address"
-        return Finding("fail", f"nobody answers at {address}: {error}", change)
-    return Finding("ok", f"{address} answers")
+        change = f"`ray start --head` prints the address; start it, or {source_of(address)[1]}"
+        return Finding("fail", f"nobody answers at {head}: {error}", change)
+    return Finding("ok", f"{head} answers")

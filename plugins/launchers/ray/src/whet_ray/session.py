@@ -32,7 +32,7 @@ from attrs import frozen
 from whet.errors import ConfigError, WhetError
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import FAMILY, watchdog
-from whet_ray.address import VARIABLE, head_of
+from whet_ray.address import VARIABLE, head_of, source_of
 from whet_ray.life import HeadSigns, Life, OwnSigns, connect, own_mark
 from whet_ray.token import hide_token, make_token, shown_token
 from whet_ray.variables import environment, set_variables
@@ -239,9 +239,10 @@ class _Connection:
         try:  # Ray itself would try to connect for minutes
             connect(head)
         except OSError as error:
+            source, change = source_of(self.address)
             raise ConfigError(
-                f"cluster.address: nobody answers at {head} ({error}); is this the address that `ray start --head` "
-                "printed, and does it run?"
+                f"{source}: nobody answers at {head} ({error}); is this the address that `ray start --head` printed, "
+                f"and does it run? Else {change}"
             ) from error
         try:
             ray.init(address=head, **_quiet(joining=True))

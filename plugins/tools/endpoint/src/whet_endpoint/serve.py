@@ -6,7 +6,6 @@ The config is checked and planned as that of a run, so every key of `generator`,
 `endpoint` means here what it means there. Its algorithm and its backend are never built.
 """
 
-import json
 import os
 import signal
 import threading
@@ -94,9 +93,7 @@ def _prepared(
         "data": {"train": [{"path": "nothing"}]},
         "plugins": [str(STAND_INS)],
     }
-    path = folder.path / "serve.yaml"
-    path.write_text(json.dumps(document), encoding="utf-8")  # every JSON document is YAML
-    prepared = prepare(path, overrides, config_only=False, trains=False, registry=registry)
+    prepared = prepare(document, overrides, config_only=False, trains=False, registry=registry)
     prepared.refuse_elsewhere("generator")
     return prepared
 

@@ -17,11 +17,13 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     """Evaluate a model on the environments under `evaluation` in CONFIG."""
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
+    from whet_jobs.jobs import check_writable, used
     from whet_jobs.jobs import evaluate as evaluate_config
-    from whet_jobs.jobs import used
 
-    if out and (words := used(Path(out))):
-        raise WhetError(f"{words}; wanted a new or an empty one for the evaluation: give --out another folder")
+    if out:
+        if words := used(Path(out)):
+            raise WhetError(f"{words}; wanted a new or an empty one for the evaluation: give --out another folder")
+        check_writable(Path(out))
     registry = load_plugins()
     warn_of_broken(registry)
     other = Path(against) if against else None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -97,13 +98,23 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
+def check_writable(out: Path) -> None:
+    """Make a folder and write to it, so that what takes hours to compute is not lost in the end. Raises `WhetError`."""
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+
+
 def used(out: Path) -> str:
-    """Return in words that `out` exists and is no empty folder, and what it holds; empty: it can be written to."""
+    """Return in words that `out` exists and is no empty folder, and what it holds; empty: it can be written to.
+
+    What an export left that was killed does not count.
+    """
     if not out.exists():
         return ""
     if not out.is_dir():
         return f"{out} is no empty folder"
-    held = sorted(file.name for file in out.iterdir())
+    held = sorted(file.name for file in out.iterdir() if file.name != PARTIAL)
     return f"{out} is no empty folder: it holds {', '.join(held[:3])}{', ...' * (len(held) > 3)}" if held else ""
 
 
@@ -201,7 +212,7 @@ def last_saved(run: RunFolder) -> int:
 def _whole(out: Path) -> Iterator[Path]:
     """Make a folder to write into, and move it to its place when it is whole. After an error nothing is left."""
     there = out.is_dir()
-    partial = out / ".partial" if there else out.with_name(f"{out.name}.partial")
+    partial = out / PARTIAL if there else out.with_name(f"{out.name}.partial")
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -253,6 +264,8 @@ def _load(
 
 
 _RETRIES = 4
+PARTIAL = ".partial"
+"""A folder in which an export is under way."""
 
 
 @contextmanager
