@@ -397,6 +397,25 @@ def test_the_treated_tokens_do_not_depend_on_the_order_of_sequences(method: Any)
     np.testing.assert_array_equal(found.take(np.argsort(order))[column], expected[column])
 
 
+@pytest.mark.parametrize("method", ["clip-cov", "kl-cov"])
+def test_no_more_tokens_than_the_share_are_treated_where_covariances_are_equal(method: Any) -> None:
+    given = random_batch(6, columns=["advantages", "old_logprobs"], sequences=24)
+    certain = np.random.default_rng(0).random(given.tokens) < 0.7
+    given = given.with_columns(
+        old_logprobs=np.where(certain, 0, given["old_logprobs"]).astype(np.float32),
+        advantages=np.where(np.arange(24) % 2, 1, -1).astype(np.float32),
+    )
+    section = CovarianceSection(method=method, share=0.05, low=0.01, high=9.0)
+    order = np.random.default_rng(1).permutation(24)
+    metrics = [treat_covariance(one, section, 3)[1] for one in (given, given.take(order))]
+    number = int(0.05 * given["loss_mask"].sum())
+    for found in metrics:
+        assert found["covariance/share"].number() == pytest.approx(number / given["loss_mask"].sum())
+    column = {"clip-cov": "advantages", "kl-cov": "old_kl_weight"}[method]
+    expected, found = (treat_covariance(one, section, 3)[0] for one in (given, given.take(order)))
+    np.testing.assert_array_equal(found.take(np.argsort(order))[column], expected[column])
+
+
 def test_covariances_turn_with_the_sign_of_advantages_however_large() -> None:
     given = random_batch(5, columns=["advantages", "old_logprobs"], sequences=24)
     large = given.with_columns(advantages=(given["advantages"] * 1e5).astype(np.float32))

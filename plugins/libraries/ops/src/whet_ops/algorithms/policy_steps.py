@@ -226,8 +226,8 @@ def treat_covariance(batch: Batch, section: CovarianceSection, seed: int) -> tup
     Cui et al. 2025 (arXiv:2505.22617). Their covariance is that of the policy, which is the old policy at the first
     optimizer step. Here all minibatches and epochs of a step use the same tokens, so that the choice needs no forward
     pass of its own, and depends on no micro-batch. Each token has its own random number, which depends on `seed` and
-    on its place in the batch of rollouts. At least one token is chosen where one qualifies, and tokens of equal
-    covariance are chosen together.
+    on its place in the batch of rollouts. It also decides between equal covariances, of which there are many: a token
+    that is certain has the logprob 0. At least one token is chosen where one qualifies.
     """
     mask = np.asarray(batch["loss_mask"])
     if section.method == "none" or not mask.any():
@@ -235,12 +235,11 @@ def treat_covariance(batch: Batch, section: CovarianceSection, seed: int) -> tup
     advantages = np.asarray(of_tokens(batch, "advantages"), np.float64)
     logprobs = np.asarray(batch["old_logprobs"], np.float64).clip(-MOST_NATS, None)  # of a token that cannot occur
     covariance = np.where(mask, _centred(advantages, mask) * _centred(logprobs, mask), 0.0)
-    number = max(int(section.share * mask.sum()), 1)
+    number, draws = max(int(section.share * mask.sum()), 1), _draws(batch, seed)
     if section.method == "clip-cov":
-        inside = mask & (covariance > section.low) & (covariance < section.high)
-        chosen = _first(inside, _draws(batch, seed), number)
+        chosen = _first(mask & (covariance > section.low) & (covariance < section.high), number, draws)
     else:
-        chosen = _first(mask & (covariance > 0), -covariance, number)
+        chosen = _first(mask & (covariance > 0), number, -covariance, draws)
     metrics: Metrics = {
         "covariance/mean": mean(float(covariance.sum()), int(mask.sum())),
         "covariance/share": mean(int(chosen.sum()), int(mask.sum())),
@@ -263,12 +262,12 @@ def _draws(batch: Batch, seed: int) -> NDArray[np.float64]:
     return draws
 
 
-def _first(wanted: NDArray[np.bool_], values: NDArray[Any], number: int) -> NDArray[np.bool_]:
-    """Return which of the wanted tokens [N] have the smallest values [N]: this many, and those that equal the last."""
-    found = values[wanted]
-    if len(found) <= number:
-        return wanted
-    return np.asarray(wanted & (values <= np.partition(found, number - 1)[number - 1]))
+def _first(wanted: NDArray[np.bool_], number: int, *keys: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which of the wanted tokens [N] are the first ones by the keys [N], this many. Later keys break ties."""
+    places = np.flatnonzero(wanted)
+    chosen = np.zeros_like(wanted)
+    chosen[places[np.lexsort([key[places] for key in reversed(keys)])[:number]]] = True
+    return chosen
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
