@@ -120,7 +120,6 @@ def test_a_completion_ends_at_the_model_s_last_position(worker: Worker) -> None:
     [
         (Request("a", np.arange(256), Sampling(5), 0), "prompt of 256 tokens.*256 positions"),
         (Request("a", np.arange(0), Sampling(5), 0), "empty prompt"),
-        (Request("a", np.arange(5), Sampling(0), 0), "asks for 0 tokens"),
         (Request("a", np.array([3, 384]), Sampling(5), 0), "outside the vocabulary of 384"),
         (Request("a", np.array([3, -1]), Sampling(5), 0), "outside the vocabulary"),
         (Request("a", np.array([3]), Sampling(5, temperature=1e-40), 0), "temperature 1e-40"),

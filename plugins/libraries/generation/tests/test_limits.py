@@ -31,7 +31,6 @@ def test_a_completion_ends_at_the_longest_sequence() -> None:
     ("asked", "message"),
     [
         (request(length=0), "request r1 has an empty prompt"),
-        (request(max_tokens=0), "asks for 0 tokens"),
         (request(token=384), "a token outside the vocabulary of 384"),
         (request(token=-1), "a token outside the vocabulary"),
         (

@@ -207,8 +207,6 @@ class Worker:
             raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
         if request.sampling.schema:
             raise WhetError(f"request {request.id} has a JSON schema, and the generator hf cannot hold a text to it")
-        if limit < 1:
-            raise WhetError(f"request {request.id} asks for {limit} tokens, wanted at least 1")
         if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < self._decoder.vocab_size:
             raise WhetError(f"request {request.id} has a token outside the vocabulary of {self._decoder.vocab_size}")
         if 0 < request.sampling.temperature < LOWEST_TEMPERATURE:

@@ -24,8 +24,6 @@ def completion_limit(
     length, sampling = len(request.tokens), request.sampling
     if length == 0:
         raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
-    if sampling.max_tokens < 1:
-        raise WhetError(f"request {request.id} asks for {sampling.max_tokens} tokens, wanted at least 1")
     if sampling.schema and not schemas:
         raise WhetError(f"request {request.id} has a JSON schema, and {engine} cannot hold a text to it here")
     if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
