@@ -34,7 +34,7 @@ def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> 
     """Return the weighted sum of the named rewards. A name without a weight has weight 1."""
     total = float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
     if not abs(total) <= LARGEST_REWARD:
-        raise EpisodeError(f"its weighted rewards add up to {total:g}, wanted a finite number of at most 1e18")
+        raise EpisodeError(f"its weighted rewards add up to {total:g}, wanted a finite number up to {LARGEST_REWARD:g}")
     return total
 
 

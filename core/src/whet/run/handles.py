@@ -160,7 +160,7 @@ class GeneratorHandle:
         self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None,
         loop: "AbstractEventLoop | None" = None,
     ) -> None:  # fmt: skip
-        """`receiving` is called before the generator receives weights; `loop` has the requests, None: the caller's."""
+        """`receiving` is called before the generator receives weights; `loop` has the requests, None: the episode's."""
         self._generator, self._managers, self._receiving, self._loop = generator, around, receiving, loop
 
     def present(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.errors import PluginError
 from whet_testing.contracts.component import ComponentContract
 
 GOOD = """
@@ -90,8 +91,8 @@ def test_the_contract_catches(contract: ComponentContract, tmp_path: Path, old: 
 
 def test_the_contract_names_a_hook_that_is_async(contract: ComponentContract, tmp_path: Path) -> None:
     write(contract, tmp_path, "def whet_loggers", "async def whet_loggers")
-    with pytest.raises(AssertionError, match=r"whet_loggers: written `async def`.*write `def`"):
-        contract.test_no_hook_is_async()
+    with pytest.raises(PluginError, match=r"hook whet_loggers is `async def`.*write `def`"):
+        contract.test_every_hook_is_one_that_whet_knows()
 
 
 @pytest.mark.parametrize(

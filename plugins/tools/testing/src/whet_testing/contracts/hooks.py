@@ -24,7 +24,6 @@ from whet.run.observers import Observers
 from whet.run.run_folder import RunFolder
 from whet.runtime.inline import InlineWorkerGroup
 from whet_testing.batches import random_batch
-from whet_testing.contracts.component import assert_plain
 from whet_testing.deadline import deadline
 
 METRICS = {"loss": 0.5, "reward/mean": 0.25, "seconds/step": 1.5}
@@ -102,9 +101,6 @@ class HooksContract:
         named = [name for name in dir(made) if name.startswith("whet_") and callable(getattr(made, name))]
         unmarked = [name for name in named if not hasattr(getattr(made, name), "whet_impl")]
         assert not unmarked, f"not marked with @hookimpl, so never called: {', '.join(unmarked)}"
-
-    def test_no_hook_is_async(self, run: RunInfo) -> None:
-        assert_plain(self.make(run))
 
     def test_the_algorithm_runs_once(self, run: RunInfo, hooks: Any) -> None:
         loop = Loop()
