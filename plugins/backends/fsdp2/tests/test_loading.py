@@ -13,6 +13,7 @@ from whet.errors import ConfigError, WhetError
 from whet_fsdp2.loading import load_model, prepare
 from whet_fsdp2.lora import find_linears
 from whet_fsdp2.sharding import _keep_layers
+from whet_ops.logprobs import MATRIX
 
 
 def copy_of(folder, tmp_path, weights=None, **config):
@@ -115,16 +116,67 @@ def test_a_model_with_a_window_in_some_layers_is_packed(make_worker, folders, tm
                               whole["model.layers.1.self_attn.k_proj.weight"], rtol=1e-2)  # fmt: skip
 
 
-def test_a_head_that_does_more_than_multiply_is_refused(make_worker, tmp_path, tiny_tokenizer):
-    from transformers import CohereConfig, CohereForCausalLM
+HEADS = {
+    "gemma2": {"final_logit_softcapping": 4.0, "attn_logit_softcapping": None},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+    "falcon_h1": {"lm_head_multiplier": 0.25, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8},
+    "hyperclovax": {"logits_scaling": 3.0},
+}
+"""Models whose logits are more than a product with a matrix."""
 
-    config = CohereConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=64, logit_scale=0.0625, pad_token_id=0, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    CohereForCausalLM(config).save_pretrained(tmp_path)
+
+def with_head(name, folder, **more):
+    """Return the folder of a random model; its logits have a standard deviation near 8."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 24,
+        "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+        "tie_word_embeddings": False, **HEADS[name], **more,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings))
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0, 1.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_do_more_than_multiply_train_as_their_own_code_does(make_worker, tmp_path, batch, name, dtype):
+    from transformers import AutoModelForCausalLM
+
+    folder = with_head(name, tmp_path / "model")
+    worker = make_worker(folder=folder, dtype=dtype)
+    found = worker.score(batch, ("logprobs",))["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    starts = np.cumsum(batch["lengths"]) - batch["lengths"]
+    for start, length in zip(starts, batch["lengths"], strict=True):
+        tokens = torch.from_numpy(batch["tokens"][start : start + length])
+        logits = model(tokens[None]).logits[0, :-1].float()
+        expected = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].detach().numpy()
+        np.testing.assert_allclose(
+            found[start + 1 : start + length], expected * batch["loss_mask"][start + 1 : start + length],
+            atol=1e-4 if dtype == "float32" else 0.3, rtol=1e-5 if dtype == "float32" else 0.03,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0])
+@pytest.mark.parametrize(("dtype", "more"), [("float32", {}), ("bfloat16", {"lora": {"rank": 2}})])
+def test_a_head_without_a_known_rule_is_refused_also_where_logits_are_small(
+    make_worker, tmp_path, monkeypatch, dtype, more, size
+):
+    """With a bound of 30, logits below 3 differ by less than bfloat16 rounds."""
+    folder = with_head("gemma2", tmp_path / "model", final_logit_softcapping=30.0, initializer_range=0.02)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= size / 1.2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    make_worker(folder=folder, dtype=dtype, **more)
+    monkeypatch.setattr("whet_fsdp2.loading.logit_rules", lambda config, float32: [MATRIX])
     with pytest.raises(ConfigError, match="more than multiply"):
-        make_worker(folder=tmp_path)
+        make_worker(folder=folder, dtype=dtype, **more)
 
 
 def test_random_state_of_the_process_is_left_alone(make_worker, batch):

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs  # noqa: E402
+from whet_ops.logprobs import LogitRule, distribution_kl, token_logprobs, top_logprobs  # noqa: E402
 
 
 def inputs(seed, count=13, width=24, vocab=37, bias=False):
@@ -24,21 +24,28 @@ def inputs(seed, count=13, width=24, vocab=37, bias=False):
     return hidden, weight, offset, targets, temperature
 
 
-def reference(hidden, weight, bias, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+def reference(hidden, weight, bias, targets, temperature, scale=1.0, softcap=0.0):
+    logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits / temperature[:, None]
     logprobs = torch.log_softmax(logits, -1)
     return logprobs.gather(1, targets[:, None])[:, 0], torch.distributions.Categorical(logits=logits).entropy()
 
 
-@settings(max_examples=25)
-@given(seed=st.integers(0, 1000), chunk=st.integers(1, 20), bias=st.booleans(), wants=st.sampled_from("leb"))
-def test_values_and_gradients_are_those_of_log_softmax(seed, chunk, bias, wants):
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 1000), chunk=st.integers(1, 20), bias=st.booleans(), wants=st.sampled_from("leb"),
+    scale=st.sampled_from([1.0, 0.25, 3.0]), softcap=st.sampled_from([0.0, 5.0]),
+)  # fmt: skip
+def test_values_and_gradients_are_those_of_log_softmax(seed, chunk, bias, wants, scale, softcap):
     hidden, weight, offset, targets, temperature = inputs(seed, bias=bias)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
-    expected = reference(hidden, weight, offset, targets, temperature)
+    expected = reference(hidden, weight, offset, targets, temperature, scale, softcap)
     found = token_logprobs(
-        hidden, weight, targets, bias=offset, temperature=temperature, entropy=wants != "l", chunk=chunk
-    )
+        hidden, weight, targets, bias=offset, temperature=temperature, entropy=wants != "l", chunk=chunk,
+        rule=LogitRule(scale, softcap),
+    )  # fmt: skip
     mix = torch.randn(2, 13, generator=torch.Generator().manual_seed(seed))
 
     def objective(pair):
@@ -96,6 +103,18 @@ def test_bfloat16_inputs_give_float32_logprobs():
     low = token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, temperature=temperature)[0]
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, reference(hidden, weight, None, targets, temperature)[0], atol=0.3, rtol=0.05)
+
+
+def test_logits_in_float32_are_not_rounded_as_those_in_bfloat16():
+    hidden, weight, _, targets, _ = (None if one is None else one.detach() for one in inputs(6, width=200))
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    rounded, kept = (token_logprobs(hidden, weight, targets, rule=LogitRule(float32=on))[0] for on in (False, True))
+    expected = exact.gather(1, targets[:, None])[:, 0]
+    assert (rounded - expected).abs().max() > 0.02
+    torch.testing.assert_close(kept.double(), expected, atol=1e-4, rtol=1e-5)
+    best = top_logprobs(hidden, weight, 3, rule=LogitRule(float32=True))[1]
+    torch.testing.assert_close(best.double(), exact.topk(3).values, atol=1e-4, rtol=1e-5)
 
 
 def test_wrong_shapes_are_named():
@@ -161,14 +180,15 @@ def test_the_likeliest_tokens_are_those_of_topk():
 def test_divergences_are_those_of_whole_distributions(chunk):
     hidden, weight, offset, _, temperature = inputs(7, bias=True)
     other, other_weight, other_offset, _, _ = inputs(8, width=10, bias=True)
-    p, q = (
-        torch.distributions.Categorical(logits=torch.nn.functional.linear(h, w, b) / temperature[:, None])
-        for h, w, b in ((hidden, weight, offset), (other.detach(), other_weight.detach(), other_offset.detach()))
-    )
+    product = torch.nn.functional.linear
+    of_p = torch.tanh(product(hidden, weight, offset) * 2 / 5) * 5
+    of_q = product(other, other_weight, other_offset).detach() * 0.5
+    p, q = (torch.distributions.Categorical(logits=logits / temperature[:, None]) for logits in (of_p, of_q))
     kl = torch.distributions.kl_divergence
     forward, reverse = distribution_kl(
-        hidden, weight, other, other_weight, bias=offset, other_bias=other_offset, temperature=temperature, chunk=chunk
-    )
+        hidden, weight, other, other_weight, bias=offset, other_bias=other_offset, temperature=temperature, chunk=chunk,
+        rule=LogitRule(2.0, 5.0), other_rule=LogitRule(0.5),
+    )  # fmt: skip
     for found, expected in ((forward, kl(q, p)), (reverse, kl(p, q))):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         leaves = [hidden, weight, offset]

@@ -124,6 +124,10 @@ class Fsdp2Config:
     """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
     is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
     N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325). A role that is not trained needs one."""
+    head_dtype: Literal["float32"] | None = None
+    """`float32`: the logits of `head: lm` are not rounded to bfloat16, in which a logit of 20 is off by up to 0.06
+    (ScaleRL, arXiv:2510.13786). An engine that samples must do the same, or logprobs of both differ more than before.
+    null: the dtype of the model, as its own code does."""
 
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:

@@ -149,6 +149,7 @@ class HeldModels:
         root, layout = prepare(
             model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,
             compiled=config.compile, checkpointing=trained and config.gradient_checkpointing,
+            float32_head=config.head_dtype == "float32",
         )  # fmt: skip
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)

@@ -24,6 +24,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, shard_like, sharding
 from whet_fsdp2.sorted_experts import hasten_experts
 from whet_fsdp2.varlen import kernel_for
+from whet_ops.logprobs import MATRIX, LogitRule
 from whet_training.layout import Layout, pack, places
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference of logprobs between two computations that must agree, relative to the size of the logprobs."""
 
 
+LOUDER = 64.0
+"""Factor of the last hidden states in the test of a head: small logits hide what bounds large ones."""
+
 NEW_HEAD = "score.weight"
+
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Names in configs of a number by which a model multiplies its logits, or by which it divides them."""
 
 
 def load_model(
@@ -132,15 +139,15 @@ def _refuse_incomplete(path: str, report: Any) -> None:
 
 def prepare(
     model: Any, wanted: str, chunk: int, head: str = "lm", context: Any = None, kernels: tuple[str, ...] = (),
-    *, compiled: bool = False, checkpointing: Checkpointing = False,
+    *, compiled: bool = False, checkpointing: Checkpointing = False, float32_head: bool = False,
 ) -> tuple[AnyRoot, Layout]:  # fmt: skip
     """Return the model as a `Root` or `ValueRoot`, and its layout.
 
     `context`: the process group of the ranks that share rows. `kernels`: see `whet_fsdp2.kernels`. `compiled`: see
-    `whet_fsdp2.compiled`. `checkpointing`: see `whet_fsdp2.checkpointing`.
+    `whet_fsdp2.compiled`. `checkpointing`: see `whet_fsdp2.checkpointing`. `float32_head`: see `LogitRule.float32`.
 
-    Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
-    than a matrix or is all that the model names, or if a layout that the config names is not exact for this model.
+    Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if no known rule makes
+    logits of the head, or the head is all that the model names, or if a layout that the config names is not exact.
     """
     if model.base_model is model:
         raise ConfigError(
@@ -154,11 +161,15 @@ def prepare(
 
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
+        last = model.score if head == "value" else model.get_output_embeddings()
+        with _louder(last):
+            loud = _plain_outputs(model, batch, head)
         tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
         use_kernels(model, kernels, difference, tolerance)
         hasten_experts(model, difference, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
+        _find_rule(root, last, batch, (expected, loud), float32_head)
         _narrow(root, batch, expected)
         layout = _lay_out(root, batch, wanted, expected, context)
         one = feed(batch, layout, _device(root), context)
@@ -295,29 +306,60 @@ def _differ(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
 
 
-def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
-    """Restrict the last layer to the positions that are read, if the outputs stay the same.
+@contextmanager
+def _louder(head: torch.nn.Module) -> Iterator[None]:
+    """Multiply the hidden states that a head gets by `LOUDER`."""
+    hook = head.register_forward_pre_hook(lambda module, given: (given[0] * LOUDER, *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
-    Raises `ConfigError` if they differ without this, too; see `_check_head`.
+
+def logit_rules(config: Any, float32: bool) -> list[LogitRule]:
+    """Return the rules that a model's config may mean, the likeliest first. Models differ in what a name means."""
+    settings = config.get_text_config()
+    found = [getattr(settings, name, None) for name in SCALES]
+    numbers = [float(one) for one in found if isinstance(one, int | float) and one]
+    cap = float(getattr(settings, "final_logit_softcapping", None) or 0)
+    scales = dict.fromkeys((*(scale for one in numbers for scale in (one, 1 / one)), 1.0))
+    return [LogitRule(scale, bound, float32) for bound in dict.fromkeys((cap, 0.0)) for scale in scales]
+
+
+def _find_rule(root: AnyRoot, head: torch.nn.Module, batch: Batch, expected: tuple[Any, Any], float32: bool) -> None:
+    """Find how logits follow from the head's matrix. Raises `ConfigError` if no rule makes the model's own outputs.
+
+    `expected`: outputs of the model's own code, and those with `_louder` hidden states.
     """
+    one = feed(batch, "padded", _device(root))
+    for rule in logit_rules(root.model.config, float32) if isinstance(root, Root) else (MATRIX,):
+        if isinstance(root, Root):
+            root.rule = rule
+        off = _differ(_outputs(root, one), expected[0])
+        if off <= _tolerance(root):
+            with _louder(head):
+                off = _differ(_outputs(root, one), expected[1])
+        if off <= _tolerance(root):
+            return
+    raise ConfigError(
+        f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
+        f"differ by {off:.2g}). Scales ({', '.join(SCALES)}) and final_logit_softcapping of config.json are supported"
+    )
+
+
+def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
+    """Restrict the last layer to the positions that are read, if the outputs stay the same."""
     root.narrowed = narrow(root.model)
     try:
-        _check_head(root, batch, expected)
+        off = _differ(_outputs(root, feed(batch, "padded", _device(root))), expected)
+        problem: object = "" if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g}"
     except Exception as error:  # the model's own code raises anything
-        log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, error)
+        problem = error
+    if problem:
+        log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, problem)
         for one in root.narrowed:
             one.undo()
         root.narrowed = ()
-        _check_head(root, batch, expected)
-
-
-def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
-    off = _differ(_outputs(root, feed(batch, "padded", _device(root))), expected)
-    if not off <= _tolerance(root):
-        raise ConfigError(
-            f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
-            f"differ by {off:.2g}); logit scaling and soft-capping are not supported by this backend yet"
-        )
 
 
 def _last_alone(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> tuple[np.ndarray[Any, Any], bool]:

@@ -15,6 +15,7 @@ from whet_fsdp2.feed import Feed
 from whet_fsdp2.narrowed import Narrowed, ReadRows, read_only_at
 from whet_fsdp2.sharding import local, reshard, tensor_group
 from whet_ops.head_outputs import divergences, head_outputs, wanted_divergences
+from whet_ops.logprobs import MATRIX
 from whet_ops.vocabulary import WHOLE, Vocabulary
 
 Formula = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Tensor]]
@@ -29,7 +30,7 @@ class Root:
 
     def __init__(self, model: Any, chunk: int) -> None:
         self.model = model
-        self.chunk = chunk
+        self.chunk, self.rule = chunk, MATRIX
         self.narrowed: tuple[Narrowed | ReadRows, ...] = ()
         """Modules of the last layer that are computed only at the positions that are read."""
         self.teacher: tuple[Root, ...] = ()
@@ -58,14 +59,14 @@ class Root:
             import torch
 
             with torch.no_grad():
-                other = self.teacher[0].model(feed, ("logits",))
+                other = {**self.teacher[0].model(feed, ("logits",)), "rule": self.teacher[0].rule}
 
         def formula(hidden: Tensor, weight: Tensor, terms: dict[str, Any]) -> dict[str, Tensor]:
             if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
                 bias = terms["bias"]
                 return {"hidden": hidden, "weight": weight, **({} if bias is None else {"bias": bias})}
             # FSDP2 casts float tensors among the arguments of `_head`; a temperature must not be rounded.
-            of_head = {**terms, "temperature": feed.temperature, "chunk": self.chunk}
+            of_head = {**terms, "temperature": feed.temperature, "chunk": self.chunk, "rule": self.rule}
             found = head_outputs(outputs, hidden, weight, feed.targets, feed.ids, of_head)
             return found if other is None else found | divergences(outputs, hidden, weight, other, of_head)
 

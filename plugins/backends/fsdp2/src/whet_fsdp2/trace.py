@@ -25,6 +25,7 @@ from whet_fsdp2.checkpointing import enable_checkpointing
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.forecast import not_held, with_adamw
+from whet_fsdp2.loading import logit_rules
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.optimizer import Stepper
@@ -209,6 +210,8 @@ def _build(
     model.tie_weights()
     adapters = None if lora is None else Adapters(model, attrs.evolve(lora, adapter=""), 0, config.head)
     root: AnyRoot = ValueRoot(model) if config.head == "value" else Root(model, config.logprob_chunk)
+    if isinstance(root, Root):
+        root.rule = logit_rules(model.config, config.head_dtype == "float32")[0]
     root.narrowed = narrow(model)
     if config.layout != "padded":
         _use_packed(model, config.layout, case.device == "gpu")

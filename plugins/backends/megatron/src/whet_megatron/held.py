@@ -31,6 +31,7 @@ from whet_megatron.optimizer import Stepper
 from whet_megatron.passes import Head, Passes
 from whet_megatron.saving import Planned
 from whet_memory.measure import PeakMeter
+from whet_ops.logprobs import LogitRule
 from whet_training import adapter_files
 from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
@@ -104,7 +105,8 @@ class HeldModels:
             print(f"megatron: the layers are {self._model.layers}", flush=True)
 
     def _passes(self, model: HeldModel) -> Passes:
-        return Passes(Head(model, self._config.logprob_chunk), self._device)
+        rule = LogitRule(float32=self._config.head_dtype == "float32")
+        return Passes(Head(model, self._config.logprob_chunk, rule), self._device)
 
     def coordinates(self) -> RankCoordinates:
         """Return this rank's coordinates. Ranks with the same `data` work on one batch shard."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from whet_megatron.feed import Feed
 from whet_megatron.model import HeldModel
 from whet_ops.head_outputs import divergences, head_outputs
+from whet_ops.logprobs import MATRIX, LogitRule
 from whet_ops.vocabulary import WHOLE, Vocabulary
 from whet_training.outputs import spread
 
@@ -34,6 +35,7 @@ class Head:
 
     model: HeldModel
     chunk: int
+    rule: LogitRule = MATRIX
 
     def outputs(self, feed: Feed, hidden: Tensor, names: Sequence[str], teacher: Teacher | None = None) -> Outputs:
         """Return the wanted outputs of a micro-batch in its order. hidden [rows, tokens, H], as Megatron returns it."""
@@ -43,10 +45,10 @@ class Head:
             found = {"values": (at.to(head.dtype) @ head.T)[:, 0].float()}
         else:
             weight, rows = self.rows()
-            terms = {"temperature": feed.temperature, "vocabulary": rows, "chunk": self.chunk}
+            terms = {"temperature": feed.temperature, "vocabulary": rows, "chunk": self.chunk, "rule": self.rule}
             found = head_outputs(names, at, weight, feed.targets, feed.ids, terms)
             if teacher is not None:
-                found |= divergences(names, at, weight, teacher, terms)
+                found |= divergences(names, at, weight, {**teacher, "rule": self.rule}, terms)
         if feed.gathering is not None:
             found = {name: feed.gathering.gather(values) for name, values in found.items()}
         return spread(found, feed.where, feed.count)

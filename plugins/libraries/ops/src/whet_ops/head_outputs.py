@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import WhetError
-from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
+from whet_ops.logprobs import MATRIX, distribution_kl, token_logprobs, top_logprobs
 
 
 def head_outputs(
@@ -19,7 +19,7 @@ def head_outputs(
     `logprobs`, `entropy`, `logprobs_at`, `topk_ids:K` and `topk_logprobs:K`.
 
     hidden [M, H], weight [V, H], targets [M], ids [M, K] of the column `topk_ids`. `terms` are further arguments of
-    `token_logprobs`: `temperature`, `bias`, `vocabulary`, `chunk`.
+    `token_logprobs`: `temperature`, `bias`, `vocabulary`, `chunk`, `rule`.
     """
     found = _at_tokens(outputs, hidden, weight, targets, ids, terms)
     for name in outputs:
@@ -51,14 +51,15 @@ def divergences(
     """Return the wanted divergences between a model and a teacher: [M] each, of `kl_forward`, `kl_reverse` and
     `jensen_shannon:B`.
 
-    `teacher`: its `hidden` [M, H'], `weight` [V, H'] and, if there is one, `bias`. `terms` are further arguments of
-    `whet_ops.logprobs.distribution_kl`.
+    `teacher`: its `hidden` [M, H'], `weight` [V, H'] and, if there is one, `bias` and `rule`. `terms` are further
+    arguments of `whet_ops.logprobs.distribution_kl`.
     """
 
     def computed(beta: float | None = None) -> tuple[Tensor, ...]:
         return distribution_kl(
-            hidden, weight, teacher["hidden"], teacher["weight"], other_bias=teacher.get("bias"), beta=beta, **terms
-        )
+            hidden, weight, teacher["hidden"], teacher["weight"], other_bias=teacher.get("bias"),
+            other_rule=teacher.get("rule", MATRIX), beta=beta, **terms,
+        )  # fmt: skip
 
     found: dict[str, Tensor] = {}
     for name in wanted_divergences(outputs):

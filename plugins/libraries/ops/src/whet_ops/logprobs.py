@@ -9,6 +9,7 @@ from __future__ import annotations  # the site is built without torch
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from whet_ops.distillation import jensen_shannon
@@ -16,6 +17,36 @@ from whet_ops.vocabulary import WHOLE, Vocabulary
 
 CHUNK_BYTES = 128 << 20
 """Bytes of float32 logits in one chunk, if the size of a chunk is not given."""
+
+
+@frozen
+class LogitRule:
+    """How logits follow from z = hidden @ weight.T + bias: `scale * z`, and then `softcap * tanh(... / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    """The bound of the logits (Gemma 2, arXiv:2408.00118, section 2). 0: no bound."""
+    float32: bool = False
+    """Keep the product in float32. Otherwise it is rounded to the dtype of the hidden states, as models do: in bfloat16
+    a logit of 20 is off by up to 0.06 (ScaleRL, arXiv:2510.13786, section 3.2)."""
+
+    def apply(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Return logits [M, V] float32. hidden [M, H] and matrix [V, H] have one dtype."""
+        if not self.float32 or hidden.dtype == torch.float32:
+            logits = (hidden @ matrix.T).float()
+        elif hidden.is_cuda and not torch.is_grad_enabled():
+            logits = torch.mm(hidden, matrix.T, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ matrix.float().T
+        if bias is not None:
+            logits += bias.float()
+        if self.scale != 1:
+            logits *= self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+MATRIX = LogitRule()
+"""The rule of most models: logits are the product."""
 
 
 def token_logprobs(
@@ -28,6 +59,7 @@ def token_logprobs(
     entropy: bool = False,
     chunk: int = 0,
     vocabulary: Vocabulary = WHOLE,
+    rule: LogitRule = MATRIX,
 ) -> tuple[Tensor, Tensor | None]:
     """Return each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
 
@@ -35,7 +67,7 @@ def token_logprobs(
     each position. -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
     differentiable in hidden, weight and bias. The product is computed in the dtype of `hidden`, the softmax in float32.
     `chunk` is the number of tokens whose logits are held at a time; 0: as many tokens as fill `CHUNK_BYTES`.
-    `vocabulary` says which rows of the head weight and bias are, if ranks share them.
+    `vocabulary` says which rows of the head weight and bias are, if ranks share them. `rule`: from product to logits.
     """
     if (
         hidden.ndim != 2
@@ -50,7 +82,7 @@ def token_logprobs(
     chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     several = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        hidden, weight, bias, several, temperature, entropy, chunk, vocabulary
+        hidden, weight, bias, several, temperature, entropy, chunk, vocabulary, rule
     )
     return logprobs.view(targets.shape), entropies if entropy else None
 
@@ -65,6 +97,7 @@ def top_logprobs(
     temperature: Tensor | None = None,
     chunk: int = 0,
     vocabulary: Vocabulary = WHOLE,
+    rule: LogitRule = MATRIX,
 ) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens at each position and their logprobs: [M, k] int64, [M, k] float32.
 
@@ -78,7 +111,7 @@ def top_logprobs(
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     matrix = weight.to(hidden.dtype)
     for part in _parts(len(hidden), chunk):
-        found = _log_softmax(hidden[part], matrix, bias, temperature, part, vocabulary)
+        found = _log_softmax(rule.apply(hidden[part], matrix, bias), temperature, part, vocabulary)
         logprobs[part], ids[part] = vocabulary.top(found, k)
     return ids, logprobs
 
@@ -95,6 +128,8 @@ def distribution_kl(
     beta: float | None = None,
     chunk: int = 0,
     vocabulary: Vocabulary = WHOLE,
+    rule: LogitRule = MATRIX,
+    other_rule: LogitRule = MATRIX,
 ) -> tuple[Tensor, ...]:
     """Return the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
 
@@ -114,10 +149,13 @@ def distribution_kl(
     hidden = vocabulary.shared(hidden)
 
     def both(part: slice) -> tuple[Tensor, ...]:
-        log_p = _log_softmax(hidden[part], weight.to(hidden.dtype), bias, temperature, part, vocabulary)
+        logits = rule.apply(hidden[part], weight.to(hidden.dtype), bias)
+        log_p = _log_softmax(logits, temperature, part, vocabulary)
         with torch.no_grad():
             matrix = other_weight.to(other_hidden.dtype)
-            log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part, vocabulary)
+            log_q = _log_softmax(
+                other_rule.apply(other_hidden[part], matrix, other_bias), temperature, part, vocabulary
+            )
         if beta is not None:
             lowest = torch.finfo(log_p.dtype).min / 4
             return (vocabulary.total(jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta)),)
@@ -155,6 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         vocabulary: Vocabulary,
+        rule: LogitRule,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
@@ -162,14 +201,14 @@ class _TokenLogprobs(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         kept = None
         for part in _parts(count, chunk):
-            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part, vocabulary)
+            log_p = _log_softmax(rule.apply(hidden[part], matrix, bias), temperature, part, vocabulary)
             logprobs[part] = vocabulary.pick(log_p, targets[part])
             if entropy:
                 entropies[part] = vocabulary.total(_entropy(log_p))
-            if count <= chunk and any(ctx.needs_input_grad[:3]):
+            if count <= chunk and not rule.softcap and any(ctx.needs_input_grad[:3]):
                 kept = log_p
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies if entropy else None, kept)
-        ctx.chunk, ctx.vocabulary = chunk, vocabulary
+        ctx.chunk, ctx.vocabulary, ctx.rule = chunk, vocabulary, rule
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -177,17 +216,20 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
         of_logprobs, of_entropy = gradients
+        rule: LogitRule = ctx.rule
         if of_logprobs is None and (of_entropy is None or entropies is None):
-            return (None,) * 8
+            return (None,) * 9
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if wants_weight else None
         to_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if wants_bias else None
         for part in _parts(len(hidden), ctx.chunk):
-            log_p = kept
+            log_p, bound = kept, None
             if log_p is None:
-                log_p = _log_softmax(hidden[part], matrix, bias, temperature, part, ctx.vocabulary)
+                logits = rule.apply(hidden[part], matrix, bias)
+                bound = 1 - (logits / rule.softcap).square() if rule.softcap else None  # the slope of the softcap
+                log_p = _log_softmax(logits, temperature, part, ctx.vocabulary)
             slope = _slope(
                 log_p,
                 targets[part],
@@ -197,6 +239,10 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             if temperature is not None:
                 slope.div_(temperature[part, None])
+            if bound is not None:
+                slope *= bound
+            if rule.scale != 1:
+                slope *= rule.scale
             if to_bias is not None:
                 to_bias += slope.sum(0)
             slope = slope.to(hidden.dtype)
@@ -213,7 +259,7 @@ class _TokenLogprobs(torch.autograd.Function):
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -221,13 +267,8 @@ def _parts(count: int, chunk: int) -> list[slice]:
     return [slice(begin, min(begin + chunk, count)) for begin in range(0, count, chunk)]
 
 
-def _log_softmax(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice, vocabulary: Vocabulary
-) -> Tensor:
-    """Return log_softmax of the logits of one chunk, at this rank's rows: [chunk, V] float32."""
-    logits = (hidden @ matrix.T).float()
-    if bias is not None:
-        logits += bias.float()
+def _log_softmax(logits: Tensor, temperature: Tensor | None, part: slice, vocabulary: Vocabulary) -> Tensor:
+    """Return log_softmax of the logits of one chunk, at this rank's rows: [chunk, V] float32. Overwrites the logits."""
     if temperature is not None:
         logits /= temperature[part, None]
     return vocabulary.log_softmax(logits)
