@@ -8,6 +8,7 @@ A process has only one compute thread, so it has one pool of OpenMP threads, and
 """
 
 import asyncio
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -301,8 +302,8 @@ def _end_all() -> NoReturn:
     os._exit(1)
 
 
-def host_workers(connection: socket.socket, name: str) -> None:
-    """Serve workers until the driver, at the other end of the connection, sends `exit` or is gone."""
+def host_workers(connection: socket.socket, name: str) -> NoReturn:
+    """Serve workers until the driver, at the other end of the connection, sends `exit` or is gone. End this process."""
     global _compute, _hosting
     sys.argv = ["whet-worker", name]
     faulthandler.enable(all_threads=False)
@@ -315,7 +316,12 @@ def host_workers(connection: socket.socket, name: str) -> None:
     hosted.start()
     _compute.run()
     hosted.close()
-    gc.freeze()  # the interpreter's end would search all memory for cycles, which takes a second where torch is
+    # As Python ends, except that it would take every module apart, which takes half a second where torch is.
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(0)
 
 
 def main() -> None:
