@@ -187,7 +187,7 @@ def coverage(tasks: int, samples: int, alpha: float, beta: float, k: int = 1, *,
     held = 0
     for _ in range(rounds):
         passes = draw.binomial(samples, draw.beta(alpha, beta, tasks))
-        found = estimate([pass_at(k, samples, int(c)) for c in passes], tasks * samples if share else None)
+        found = estimate([pass_at(k, samples, int(c)) for c in passes], tasks * samples / k if share else None)
         low, high = bounds(found)
         held += low <= 1 - fails <= high
     return held / rounds
@@ -205,6 +205,31 @@ def test_where_nearly_everything_passes_the_interval_still_holds_the_truth():
     """A task fails with probability 1 / 31. Student's interval has no width where all 20 pass, so it often misses."""
     assert coverage(20, 1, 30, 1) > 0.93
     assert coverage(20, 1, 30, 1, share=False) < 0.6
+
+
+def test_rare_tasks_that_always_fail_and_are_missing_do_not_make_it_certain():
+    """5 % of the tasks are impossible, and the others pass 97 %. 10 or 30 tasks often have none of the former."""
+    for tasks in (10, 30):
+        draw, held = np.random.default_rng(1), 0
+        for _ in range(400):
+            passes = draw.binomial(16, np.where(draw.random(tasks) < 0.05, 0, 0.97))
+            low, high = bounds(estimate([int(c) / 16 for c in passes], tasks * 16))
+            held += low <= 0.95 * 0.97 <= high
+        assert held / 400 > 0.94
+
+
+def test_subsets_of_k_episodes_are_no_more_trials_than_fit_beside_each_other():
+    draw, held = np.random.default_rng(2), 0
+    truth = 1 - 0.75**8
+    for _ in range(400):
+        low, high = bounds(estimate([pass_at(8, 16, int(c)) for c in draw.binomial(16, 0.25, 10)], 10 * 16 / 8))
+        held += low <= truth <= high
+    assert held / 400 > 0.94
+
+
+def test_a_single_failure_widens_the_interval():
+    whole, less = (bounds(estimate([1.0] * 9 + [last], share_of=160)) for last in (1.0, 15 / 16))
+    assert less[0] < whole[0]
 
 
 def test_students_interval_of_few_tasks_holds_the_truth_as_often_as_it_says():

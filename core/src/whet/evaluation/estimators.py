@@ -120,15 +120,15 @@ def binomial(trials: int, chance: float) -> NDArray[np.float64]:
     return found
 
 
-def estimate(values: ArrayLike, share_of: int | None = None) -> Estimate:
+def estimate(values: ArrayLike, share_of: float | None = None) -> Estimate:
     """Return the mean of one value for each task, [tasks], with its 95 % interval.
 
     Values on any scale get Student's interval: mean +- t(tasks - 1) s / sqrt(tasks), s the unbiased standard deviation.
     With equally many samples for each task that is the standard error clustered by task of Miller 2024, section 2.2
     (arXiv:2411.00640), times sqrt(tasks / (tasks - 1)).
 
-    `share_of` is the number of episodes behind values that are shares of episodes, or probabilities: between 0 and 1.
-    They get `share_interval`, which stays inside [0, 1] and has a width even if every task has the same value.
+    `share_of` is the number of trials behind values that are shares or probabilities, between 0 and 1: of episodes, or
+    of k episodes each. They get `share_interval`, which stays inside [0, 1] and always has a width.
     """
     found = np.asarray(values, np.float64)
     if found.ndim != 1 or not len(found):
@@ -145,20 +145,23 @@ def estimate(values: ArrayLike, share_of: int | None = None) -> Estimate:
     return Estimate(mean, *share_interval(mean, float(found.var()), tasks, share_of), error, tasks)
 
 
-def share_interval(mean: float, variance: float, tasks: int, episodes: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share, for an effective number n of independent episodes.
+def share_interval(mean: float, variance: float, tasks: int, trials: float) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share, for an effective number n of independent trials.
 
-        n = tasks * mean (1 - mean) / variance          `variance` of the tasks' values, divided by their number
+        v = (tasks * variance + (mean^2 + (1 - mean)^2) / 4) / (tasks + 1/2)
+        n = tasks * mean (1 - mean) / v                 `variance` of the tasks' values, divided by their number
         (mean + z^2 / 2n +- z sqrt(mean (1 - mean) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson 1927; with an effective sample size for clusters: Dean and Pagano 2015, "Evaluating confidence interval
     methods for binomial proportions in clustered surveys". If every value is 0 or 1, n is the number of tasks and z is
-    normal: Wilson's interval itself. Otherwise the variance is estimated, and z is Student's t(tasks - 1). n is at most
-    the number of episodes, its value if each episode is as informative as a task of its own.
+    normal: Wilson's interval itself. Otherwise the variance is estimated, with half a task more, half of it at 0 and
+    half at 1, because rare tasks that always fail may be missing, and z is Student's t(tasks - 1). n is at least the
+    number of tasks, and at most that of trials, its value if each trial is as informative as a task of its own.
     """
     spread = mean * (1 - mean)
     plain = variance >= spread * (1 - 1e-12)  # every value is 0 or 1: the variance has its maximum
-    n = float(tasks) if plain else min(tasks * spread / variance if variance > 0 else math.inf, max(episodes, tasks))
+    estimated = (tasks * variance + (mean**2 + (1 - mean) ** 2) / 4) / (tasks + 0.5)
+    n = float(tasks) if plain else max(tasks, min(tasks * spread / estimated, trials))
     z = NORMAL_95 if plain else t_quantile(tasks - 1)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(spread / n + (z / (2 * n)) ** 2) / (1 + z * z / n)

@@ -86,7 +86,8 @@ def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[st
     made = {}
     for name in names:
         scored = [one for one in scores if name in one.values]
-        share_of = sum(one.samples for one in scored) if _is_share(name, episodes) else None
+        together = int(name.partition("@")[2]) if name.startswith(("pass@", "maj@")) else 1
+        share_of = sum(one.samples for one in scored) / together if _is_share(name, episodes) else None
         found = estimate([one.values[name] for one in scored], share_of)
         below = name == LENGTH and found.low is not None and found.low < 0
         made[name] = evolve(found, low=0.0) if below else found

@@ -38,7 +38,7 @@ from whet_grpo.config import (
     VespoConfig,
 )
 from whet_grpo.filters import UnequalRewards
-from whet_ops.algorithms.config import KlLossSection, LikelihoodSection
+from whet_ops.algorithms.config import KlLossSection, KlOldSection, LikelihoodSection
 from whet_testing.batches import token_advantages
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.algorithm import AlgorithmContract
@@ -158,11 +158,14 @@ class TestLossesThatKeepSomeTokensNearTheOldPolicy(EveryLoss):
 
 
 class TestLossesThatCountEmptySequences(EveryLoss):
-    shared = {"aggregation": "sequence", "count_empty": True}
+    shared = {"aggregation": "sequence", "count_empty": True, "metrics": "all"}
 
 
 class TestLossesWithAClampedPenalty(EveryLoss):
-    shared = {"kl": KlLossSection(weight=0.1, estimator="abs", importance="score", clamp=1.0)}
+    shared = {
+        "kl": KlLossSection(weight=0.1, estimator="abs", importance="score", clamp=1.0),
+        "kl_old": KlOldSection(weight=0.1, estimator="k3", to="old"),
+    }  # fmt: skip
 
 
 class TestLossesWithAPenalty(EveryLoss):

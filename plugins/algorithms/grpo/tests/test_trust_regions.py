@@ -11,7 +11,7 @@ import torch
 from whet.data.batch import Batch
 from whet_grpo import losses
 from whet_grpo.config import ClippedPgConfig, DppoConfig, OffPolicySection, VespoConfig
-from whet_ops.algorithms.config import CovarianceSection
+from whet_ops.algorithms.config import CovarianceSection, KlOldSection
 from whet_ops.algorithms.policy_steps import treat_covariance
 from whet_testing.batches import random_batch
 
@@ -83,7 +83,7 @@ def ours(loss: Any, batch: Batch) -> tuple[float, Any]:
     torched = batch.map(lambda column: torch.from_numpy(np.array(column)))
     logprobs = torched["new"].clone().requires_grad_()
     result, counts = loss({"logprobs": logprobs}, torched), loss.counts(torched)
-    value = result.terms["policy"] / counts["policy"]
+    value = sum(loss.weights[name] * result.terms[name] / counts[name] for name in result.terms)
     return float(value.detach()), torch.autograd.grad(value, logprobs)[0].numpy()
 
 
@@ -171,3 +171,43 @@ def test_clip_cov_is_that_of_verl_where_all_candidates_are_chosen(seed: int) -> 
     assert found[0] == pytest.approx(value, rel=1e-4, abs=1e-6)
     np.testing.assert_allclose(found[1], gradient, rtol=1e-4, atol=1e-7)
     assert 0 < ((each > 0.3) & (each < 1.5)).sum() < len(each)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_for_the_distance_to_the_sampler_acts_on_all_tokens(estimator: str, seed: int) -> None:
+    """With k2 and a weight of 0.002 it is the default of prime-rl, whose `kl_tau` is 1e-3."""
+    batch = inputs(seed)
+    batch = batch.with_columns(
+        sampler_logprobs=batch["sampler_logprobs"] + batch["old_logprobs"], advantages=batch["advantages"] * (seed > 0)
+    )
+    value, gradient = theirs(dppo(binary_tv, 0.2, 0.2, math.inf), batch)
+    change = np.clip(batch["new"].astype(np.float64) - batch["sampler_logprobs"], -20, 20)[batch["loss_mask"]]
+    loss, slope = (
+        (change**2 / 2, change) if estimator == "k2" else (np.exp(change) - 1 - change, np.exp(change) - 1)
+    )  # fmt: skip
+    value += 0.002 * loss.mean()
+    gradient[batch["loss_mask"]] += 0.002 * slope * (abs(change) < 20) / len(change)
+    section = KlOldSection(weight=0.002, estimator=estimator)  # type: ignore[arg-type]
+    made = losses.Dppo(DppoConfig(bound_low=0.2, bound_high=0.2, max_weight=None, kl_old=section))
+    found = ours(made, batch)
+    assert found[0] == pytest.approx(value, rel=1e-4, abs=1e-7)
+    np.testing.assert_allclose(found[1], gradient, rtol=1e-3, atol=1e-8)
+    assert made.live(batch.map(lambda column: torch.from_numpy(np.array(column)))).all()
+
+
+def test_metrics_of_all_tokens_have_those_of_groups_without_an_advantage() -> None:
+    batch = inputs(1)
+    batch = batch.with_columns(advantages=np.where(np.arange(batch.sequences) < 4, batch["advantages"], 0))
+    torched = batch.map(lambda column: torch.from_numpy(np.array(column)))
+    entropy = torch.rand(batch.tokens)
+    expected = {"live": torched["loss_mask"] & (torch.arange(batch.tokens) < int(batch["lengths"][:4].sum()))}
+    expected["all"] = torched["loss_mask"]
+    values = []
+    for metrics, mask in expected.items():
+        loss = losses.ClippedPg(ClippedPgConfig(entropy=True, metrics=metrics))  # type: ignore[arg-type]
+        result = loss({"logprobs": torched["new"], "entropy": entropy}, torched)
+        found = result.metrics["entropy"]
+        assert found.number() == pytest.approx(float(entropy[mask].mean()), rel=1e-5)
+        values.append(float(result.terms["policy"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-6)

@@ -13,7 +13,7 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet_ops import aggregation
-from whet_ops.algorithms.config import KlLossSection, LikelihoodSection, PolicyLossConfig
+from whet_ops.algorithms.config import KlLossSection, KlOldSection, LikelihoodSection, PolicyLossConfig
 from whet_ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
 from whet_ops.kl import MOST_NATS, Importance, kl_estimate, log_ratio, penalty_of_kl
 from whet_ops.losses import PolicyGradient, finite, sequence_ratio
@@ -60,6 +60,8 @@ class PolicyLoss:
         if config.kl.weight:
             self.columns = (*self.columns, "reference_logprobs")
             weights["kl"] = config.kl.weight
+        if config.kl_old.weight:
+            weights["kl_old"] = config.kl_old.weight
         if config.likelihood.weight:
             self.columns = (*self.columns, "reward")
             weights["likelihood"] = config.likelihood.weight
@@ -84,9 +86,11 @@ class PolicyLoss:
         """Return whether each sequence [B] can have a gradient.
 
         It can if an advantage or an `old_kl_weight` is not 0, or with `likelihood` if the response is right. With a
-        penalty for the distance to the reference or an entropy bonus, each sequence with loss tokens can.
+        penalty for a distance or an entropy bonus, each sequence with loss tokens can. With the metrics of `all`, those
+        without a gradient count as well.
         """
-        if self.config.kl.weight or self.config.entropy_weight:
+        config = self.config
+        if config.kl.weight or config.kl_old.weight or config.entropy_weight or config.metrics == "all":
             return trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
         if OLD_KL_WEIGHT in batch:
@@ -119,6 +123,8 @@ class PolicyLoss:
             reference = batch["reference_logprobs"]
             terms["kl"] = self.sum(kl_loss(self.config.kl, logprobs, old, batch, mask), mask, batch)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
+        if self.config.kl_old.weight:
+            terms["kl_old"] = self.sum(kl_old_loss(self.config.kl_old, logprobs, old, batch), mask, batch)
         if near is not None:
             metrics["off_policy/masked"] = token_mean((~near).float(), seen)
         if self.config.likelihood.weight:
@@ -183,4 +189,14 @@ def kl_loss(section: KlLossSection, logprobs: Tensor, old_logprobs: Tensor, batc
         clamp=section.clamp,
         ratio=ratio,
     )
+    return estimate
+
+
+def kl_old_loss(section: KlOldSection, logprobs: Tensor, old_logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return the penalty of each token, in nats. logprobs, old_logprobs [N] -> [N].
+
+    Reads `sampler_logprobs` where the penalty is for the distance to the sampler.
+    """
+    others = batch["sampler_logprobs"] if section.to == "sampler" else old_logprobs
+    estimate: Tensor = kl_estimate(log_ratio(others, logprobs, section.clamp_log_ratio), section.estimator)
     return estimate

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from whet.data.files import read_rows, reading
 from whet.errors import DataError
@@ -92,8 +92,9 @@ def compare(result: EvaluationResult, other: Written) -> Comparison:
     """Return the comparison of a result with an evaluation that was written before.
 
     Each task counts by the difference of its two values, and the interval is Student's of these differences: the paired
-    comparison of Miller 2024, section 4.2 (arXiv:2411.00640). A task with another prompt in the other evaluation is
-    left out.
+    comparison of Miller 2024, section 4.2 (arXiv:2411.00640). If no value differs, and all are between 0 and 1, the
+    interval is as wide as the share of tasks that may differ at most (Clopper and Pearson 1934): 1 - 0.025^(1/tasks). A
+    task with another prompt in the other evaluation is left out.
     """
     differences: dict[tuple[str, str], Estimate] = {}
     notes: list[str] = []
@@ -111,9 +112,17 @@ def compare(result: EvaluationResult, other: Written) -> Comparison:
             notes.append(f"{here.name}: {scored - len(pairs)} of {scored} tasks have no counterpart there")
         for name in here.figures:
             if alike or not name.startswith(("pass@", "maj@")):
-                values = [t.values[name] - row["values"][name] for t, row in pairs if name in _both(t, row)]
-                differences |= {(here.name, name): estimate(values)} if values else {}
+                values = [(t.values[name], row["values"][name]) for t, row in pairs if name in _both(t, row)]
+                differences |= {(here.name, name): _difference(values)} if values else {}
     return Comparison(str(other.path), differences, tuple(notes))
+
+
+def _difference(values: Sequence[tuple[float, float]]) -> Estimate:
+    found = estimate([here - there for here, there in values])
+    if found.low is None or any(here != there or not 0 <= here <= 1 for here, there in values):
+        return found
+    most = 1 - 0.025 ** (1 / len(values))
+    return evolve(found, low=-most, high=most)
 
 
 def _same(task: TaskScore, row: Mapping[str, Any] | None) -> bool:

@@ -125,6 +125,24 @@ class KlLossSection:
 
 
 @frozen
+class KlOldSection:
+    """A penalty in the loss for the distance to the policy that sampled, also on tokens without an advantage.
+
+    k2 with the weight w is w/2 (log policy - log old)^2, as in Kimi K2.5 (arXiv:2602.02276), prime-rl's `kl_tau` = w/2
+    and verl's `dro` with `dro_beta` = w. It is a separate term, averaged like the loss.
+    """
+
+    weight: float = field(default=0.0, validator=between(0, FACTOR))
+    """Weight of one nat per token; 0: no penalty."""
+    estimator: Literal["k2", "k3"] = "k2"
+    """The estimator of the divergence from one token: of KL(old || policy)."""
+    to: Literal["sampler", "old"] = "sampler"
+    """`sampler`: the generator's logprobs. `old`: the trainer's before the step, where the algorithm has them."""
+    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
+    """Bound of the log-ratio, in nats, beyond which a token gets no gradient; 0: no bound."""
+
+
+@frozen
 class LikelihoodSection:
     """A second loss term: the negative log-likelihood of correct responses, as in VAPO."""
 
@@ -248,6 +266,8 @@ class PolicyLossConfig(AverageConfig):
     0: no bound, as in TRL and NeMo RL."""
     kl: KlLossSection = Factory(KlLossSection)
     """A penalty for the distance to the reference policy. `algorithm.kl_reward` is the penalty in the reward."""
+    kl_old: KlOldSection = Factory(KlOldSection)
+    """A penalty for the distance to the policy that sampled."""
     likelihood: LikelihoodSection = Factory(LikelihoodSection)
     """A likelihood term on right responses."""
     entropy: bool = False
@@ -257,6 +277,11 @@ class PolicyLossConfig(AverageConfig):
     entropy_mean: Literal["loss", "token"] = "loss"
     """The mean of the bonus. `loss`: by `aggregation`, as in verl; with `constant` it is divided by `max_length`, too.
     `token`: over all trained tokens, as in TRL without `top_entropy_quantile`; with it, TRL counts the chosen alone."""
+
+    metrics: Literal["live", "all"] = "live"
+    """The tokens of the loss's metrics, `entropy` and `logprob_gap` among them. `live`: of sequences that can have a
+    gradient; the others are not computed. `all`: all trained tokens, as in TRL and verl, also those of groups whose
+    rewards are equal; a step with many such groups then takes longer."""
 
     @property
     def reads_entropy(self) -> bool:
