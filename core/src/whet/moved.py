@@ -14,28 +14,15 @@ from typing import Any
 from whet.installed import entry_points
 
 MOVED = {
-    "bounded": "data.bounded",
-    "cluster": "runtime",
-    "cluster.slices": "interfaces.workers",
-    "cluster.wire": "runtime.wire",
-    "compose": "run.compose",
-    "config.load": "plan.load",
-    "hookspecs": "plugins.hookspecs",
-    "metrics": "data.metrics",
-    "model": "data.model_info",
-    "parts": "interfaces.algorithm",
-    "prepare": "plan.prepare",
-    "randomness": "data.randomness",
-    "refit.link": "interfaces.weights",
-    "run_folder": "data.files",
-    "runtime.call": "runtime.hosts",
-    "runtime.event_loop": "rollout.event_loop",
-    "runtime.futures": "runtime.workers",
-    "runtime.machine": "plan.machine",
-    "spans": "data.spans",
-    "steps": "interfaces.algorithm",
+    "bounded": "data.bounded", "cluster": "runtime", "cluster.slices": "interfaces.workers",
+    "cluster.wire": "runtime.wire", "compose": "run.compose", "config.load": "plan.load",
+    "hookspecs": "plugins.hookspecs", "metrics": "data.metrics", "model": "data.model_info",
+    "parts": "interfaces.algorithm", "prepare": "plan.prepare", "randomness": "data.randomness",
+    "refit.link": "interfaces.weights", "run_folder": "data.files", "runtime.call": "runtime.hosts",
+    "runtime.event_loop": "rollout.event_loop", "runtime.futures": "runtime.workers",
+    "runtime.machine": "plan.machine", "spans": "data.spans", "steps": "interfaces.algorithm",
     "undecided": "interfaces.undecided",
-}
+}  # fmt: skip
 """Module of today, by the path of before; both without the leading `whet.`."""
 
 

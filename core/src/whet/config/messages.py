@@ -13,13 +13,8 @@ import attrs
 from whet.component import Kind, Selection
 
 _PLAIN: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-    type(None): "null",
-}
+    bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path", type(None): "null",
+}  # fmt: skip
 _SINGULAR = {"losses": "loss", "advantages": "advantage estimator", "sandboxes": "sandbox"}
 
 

@@ -13,13 +13,8 @@ from typing import Any
 from whet.config.messages import found_words, nearest, type_words, value_words
 
 PLAIN: dict[Any, tuple[type, ...]] = {
-    bool: (bool,),
-    int: (int,),
-    float: (int, float),
-    str: (str,),
-    Path: (str, Path),
-    type(None): (type(None),),
-}
+    bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str, Path), type(None): (type(None),),
+}  # fmt: skip
 """The types of a value that each plain type takes."""
 _LARGEST = (1 << 63) - 1
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000

@@ -54,18 +54,11 @@ class EnvironmentResult:
     def summary(self) -> dict[str, Any]:
         """Return everything except the rows."""
         return {
-            "split": self.split,
-            "samples": self.samples,
-            "passing": asdict(self.passing),
-            "tasks": len(self.tasks),
-            "episodes": self.episodes,
-            "dropped": self.dropped,
-            "dropped_by_infrastructure": self.infrastructure,
-            "dropped_because": self.failure,
-            "undecided": self.undecided,
-            "figures": {name: _figure(found) for name, found in self.figures.items()},
-            "missing": dict(self.missing),
-        }
+            "split": self.split, "samples": self.samples, "passing": asdict(self.passing), "tasks": len(self.tasks),
+            "episodes": self.episodes, "dropped": self.dropped, "dropped_by_infrastructure": self.infrastructure,
+            "dropped_because": self.failure, "undecided": self.undecided,
+            "figures": {name: _figure(found) for name, found in self.figures.items()}, "missing": dict(self.missing),
+        }  # fmt: skip
 
 
 def _figure(found: Estimate) -> dict[str, Any]:

@@ -193,13 +193,11 @@ def way_of(cluster: ClusterSection, roles: Roles, name: str = "generator", conte
     # NCCL refuses two members of a group on one GPU.
     own_gpus = all(gpus) and not together and backend.ranks <= backend.gpus and receivers <= generator.gpus
     reachable = {
-        IN_PLACE: in_place,
-        "shared": same_process,
+        IN_PLACE: in_place, "shared": same_process,
         "cuda-ipc": all(gpus) and len({*gpus, backend.ranks, receivers}) == 1 and together and not inline,
-        "broadcast": own_gpus or (cluster.transport == "broadcast" and not together),
-        "shared-memory": True,
+        "broadcast": own_gpus or (cluster.transport == "broadcast" and not together), "shared-memory": True,
         "disk": True,
-    }
+    }  # fmt: skip
     place = "on one machine" if same_host else "on nodes that the launcher will choose"
     place = "in one process" if same_process else place
     offered = [one for one in backend.facts.transports if adapter is None or one not in STREAMED]

@@ -205,12 +205,9 @@ class Cluster:
                 )
         threads = max((part.threads for part, _ in here), default=1)
         return Host(
-            name,
-            tuple(devices),
-            threads,
-            tuple(i for listed in gpus for i in listed.split(",")),
+            name, tuple(devices), threads, tuple(i for listed in gpus for i in listed.split(",")),
             next((self._python.get(role, "") for role in devices), ""),
-        )
+        )  # fmt: skip
 
     def _group(self, name: str) -> list[Host]:
         """Return the processes of the roles of one process, and of all roles that share its GPUs."""

@@ -144,15 +144,10 @@ def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[
     little faster on an idle machine and many times slower on a shared one.
     """
     return {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **own,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": gpus,
-        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "PASSIVE", **own, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": gpus, "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-    }
+    }  # fmt: skip
 
 
 def on_loopback(own: Mapping[str, str]) -> dict[str, str]:

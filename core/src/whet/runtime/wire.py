@@ -37,31 +37,17 @@ DTYPES: Final = {
         "float16", "float32", "float64",
     )
 }  # fmt: skip
-RECORDS: Final = {
-    "Text": "whet.data.messages",
-    "Image": "whet.data.messages",
-    "Call": "whet.data.messages",
-    "Message": "whet.data.messages",
-    "Task": "whet.data.records",
-    "Sampling": "whet.data.records",
-    "Request": "whet.data.records",
-    "Completion": "whet.data.records",
-    "Progress": "whet.data.records",
-    "Reply": "whet.data.records",
-    "Trajectory": "whet.data.records",
-    "SpanReward": "whet.data.records",
-    "Episode": "whet.data.records",
-    "Group": "whet.data.records",
-    "Batch": "whet.data.batch",
-    "Metric": "whet.data.metrics",
-    "AdapterInfo": "whet.component",
-    "Span": "whet.data.spans",
-    "Spec": "whet.component",
-    "TransferSpec": "whet.interfaces.weights",
-    "ModelInfo": "whet.data.model_info",
-    "WorkerRank": "whet.interfaces.workers",
-    "RankCoordinates": "whet.interfaces.axes",
-}
+_SENT: Final = {
+    "whet.data.messages": ("Text", "Image", "Call", "Message"),
+    "whet.data.records": (
+        "Task", "Sampling", "Request", "Completion", "Progress", "Reply", "Trajectory", "SpanReward", "Episode", "Group"
+    ),
+    "whet.data.batch": ("Batch",), "whet.data.metrics": ("Metric",), "whet.data.spans": ("Span",),
+    "whet.data.model_info": ("ModelInfo",), "whet.component": ("AdapterInfo", "Spec"),
+    "whet.interfaces.weights": ("TransferSpec",), "whet.interfaces.workers": ("WorkerRank",),
+    "whet.interfaces.axes": ("RankCoordinates",),
+}  # fmt: skip
+RECORDS: Final = {name: module for module, names in _SENT.items() for name in names}
 """The records that can be sent, with their modules. A module is imported when its first record is sent or read."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _BUILTINS: tuple[Any, ...] = (int, float, str, bytes)
@@ -210,15 +196,9 @@ def _backed(columns: Sequence[Any]) -> bool:
 
 
 _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
-    list: _Writer.items,
-    tuple: _Writer.tuple,
-    dict: _Writer.mapping,
-    np.ndarray: _Writer.array,
-    np.memmap: _Writer.array,
-    bytes: _Writer.bytes,
-    bytearray: _Writer.bytes,
-    memoryview: _Writer.bytes,
-}
+    list: _Writer.items, tuple: _Writer.tuple, dict: _Writer.mapping, np.ndarray: _Writer.array,
+    np.memmap: _Writer.array, bytes: _Writer.bytes, bytearray: _Writer.bytes, memoryview: _Writer.bytes,
+}  # fmt: skip
 
 
 class _Reader:
