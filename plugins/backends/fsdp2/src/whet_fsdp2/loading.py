@@ -41,6 +41,9 @@ NEW_HEAD = "score.weight"
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """Names in configs of a number by which a model multiplies its logits, or by which it divides them."""
 
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Names in configs of the bound of the logits."""
+
 
 def load_model(
     info: ModelInfo, head: str = "lm", seed: int = 0, *, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None,
@@ -319,11 +322,12 @@ def _louder(head: torch.nn.Module) -> Iterator[None]:
 def logit_rules(config: Any, float32: bool) -> list[LogitRule]:
     """Return the rules that a model's config may mean, the likeliest first. Models differ in what a name means."""
     settings = config.get_text_config()
-    found = [getattr(settings, name, None) for name in SCALES]
-    numbers = [float(one) for one in found if isinstance(one, int | float) and one]
-    cap = float(getattr(settings, "final_logit_softcapping", None) or 0)
+    numbers, bounds = (
+        [float(one) for name in names if isinstance(one := getattr(settings, name, None), int | float) and one]
+        for names in (SCALES, SOFTCAPS)
+    )
     scales = dict.fromkeys((*(scale for one in numbers for scale in (one, 1 / one)), 1.0))
-    return [LogitRule(scale, bound, float32) for bound in dict.fromkeys((cap, 0.0)) for scale in scales]
+    return [LogitRule(scale, bound, float32) for bound in dict.fromkeys((*bounds, 0.0)) for scale in scales]
 
 
 def _find_rule(root: AnyRoot, head: torch.nn.Module, batch: Batch, expected: tuple[Any, Any], float32: bool) -> None:
@@ -343,7 +347,7 @@ def _find_rule(root: AnyRoot, head: torch.nn.Module, batch: Batch, expected: tup
             return
     raise ConfigError(
         f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
-        f"differ by {off:.2g}). Scales ({', '.join(SCALES)}) and final_logit_softcapping of config.json are supported"
+        f"differ by {off:.2g}). Supported are the numbers {', '.join((*SCALES, *SOFTCAPS))} of config.json"
     )
 
 
