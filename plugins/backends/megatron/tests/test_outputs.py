@@ -53,6 +53,19 @@ def test_a_rank_without_a_sequence_that_can_learn_takes_the_step_of_one_rank(bui
     np.testing.assert_allclose(steps_of(two, [lone, batch], spec), steps_of(one, [lone, batch], spec), rtol=1e-4)
 
 
+def test_logits_in_float32_are_those_of_bfloat16_without_its_rounding(build, make_batch):
+    """The differences of logits that bfloat16 has rounded are multiples of a power of two."""
+    batch = make_batch(5)
+    rounded, kept = (
+        build("qwen3", dtype="bfloat16", head_dtype=dtype).score(batch, ("topk_logprobs:8",))["topk_logprobs:8"]
+        for dtype in (None, "float32")
+    )
+    np.testing.assert_allclose(kept, rounded, atol=0.1)
+    steps = [abs(np.diff(found, axis=1) * 2**10) for found in (rounded, kept)]
+    assert abs(steps[0] - np.round(steps[0])).max() < 0.01
+    assert abs(steps[1] - np.round(steps[1])).max() > 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_values_are_those_of_one_rank_and_of_the_exported_classifier(build, folders, make_batch, tmp_path, split):
