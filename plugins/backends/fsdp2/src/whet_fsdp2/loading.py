@@ -1,7 +1,7 @@
 """Load a Hugging Face causal model from a folder, and test which layout and shortcuts it supports."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -160,19 +160,16 @@ def prepare(
     batch = _probe(model)
 
     def difference() -> float:
-        return _differ(_plain_outputs(model, batch, head), expected)
+        return _differ(_plain_outputs(model, batch, head)[0], expected)
 
     with torch.no_grad():
-        expected = _plain_outputs(model, batch, head)
-        last = model.score if head == "value" else model.get_output_embeddings()
-        with _louder(last):
-            loud = _plain_outputs(model, batch, head)
+        expected, loud = _plain_outputs(model, batch, head)
         tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE[torch.float32])
         use_kernels(model, kernels, difference, tolerance)
         hasten_experts(model, difference, tolerance)
         root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
         hasten_norms(model)
-        _find_rule(root, last, batch, (expected, loud), float32_head)
+        _find_rule(root, batch, loud, float32_head)
         _narrow(root, batch, expected)
         layout = _lay_out(root, batch, wanted, expected, context)
         one = feed(batch, layout, _device(root), context)
@@ -254,8 +251,9 @@ def _probe(model: Any) -> Batch:
     )
 
 
-def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
-    """Return logprobs or values [N] of the model's own forward pass, one sequence at a time.
+def _plain_outputs(model: Any, batch: Batch, head: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return logprobs or values [N] of the model's own forward pass, one sequence at a time, and those that `LOUDER`
+    hidden states have.
 
     Tokens after its end give all sequences one length. They change nothing before them, and under tensor parallelism
     PyTorch plans each operator once for each length.
@@ -265,23 +263,40 @@ def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
 
     def values(tokens: torch.Tensor) -> torch.Tensor:
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return model.score(hidden)[0, :, 0].float()  # type: ignore[no-any-return]  # a module of transformers
+        return model.score(hidden)[..., 0].float()  # type: ignore[no-any-return]  # a module of transformers
 
     if head == "value":
         model.forward = values  # the model has to be called itself, see `whet_fsdp2.root`
-    found = []
-    for one in range(batch.sequences):
-        part = batch.take([one])
-        tokens = torch.from_numpy(part["tokens"]).to(device)
-        seen = len(tokens) - 1
-        row = torch.nn.functional.pad(tokens[:-1], (0, longest - seen))[None]
-        if head == "value":
-            outputs = model(row)[:seen]
-        else:
-            logits = model(input_ids=row, use_cache=False).logits[0, :seen].float()
-            outputs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
-        found.append(np.concatenate([np.zeros(1, np.float32), outputs.cpu().numpy()]) * part["loss_mask"])
-    return np.concatenate(found)
+    found: tuple[list[Any], list[Any]] = [], []
+    with _given(_head_of(model, head), lambda hidden: torch.cat([hidden, hidden * LOUDER])):
+        for one in range(batch.sequences):
+            part = batch.take([one])
+            tokens = torch.from_numpy(part["tokens"]).to(device)
+            seen = len(tokens) - 1
+            row = torch.nn.functional.pad(tokens[:-1], (0, longest - seen))[None]
+            if head == "value":
+                outputs = model(row)[:, :seen]
+            else:
+                logits = model(input_ids=row, use_cache=False).logits[:, :seen].float()
+                outputs = torch.log_softmax(logits, -1).gather(2, tokens[1:, None].expand(2, -1, -1))[..., 0]
+            for outcome, each in zip(found, outputs.cpu().numpy(), strict=True):
+                outcome.append(np.concatenate([np.zeros(1, np.float32), each]) * part["loss_mask"])
+    return np.concatenate(found[0]), np.concatenate(found[1])
+
+
+def _head_of(model: Any, head: str) -> torch.nn.Module:
+    found: torch.nn.Module = model.score if head == "value" else model.get_output_embeddings()
+    return found
+
+
+@contextmanager
+def _given(head: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change the hidden states that a head gets."""
+    hook = head.register_forward_pre_hook(lambda module, given: (change(given[0]), *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _outputs(root: AnyRoot, one: Feed) -> np.ndarray[Any, Any]:
@@ -309,16 +324,6 @@ def _differ(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
 
 
-@contextmanager
-def _louder(head: torch.nn.Module) -> Iterator[None]:
-    """Multiply the hidden states that a head gets by `LOUDER`."""
-    hook = head.register_forward_pre_hook(lambda module, given: (given[0] * LOUDER, *given[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def logit_rules(config: Any, float32: bool) -> list[LogitRule]:
     """Return the rules that a model's config may mean, the likeliest first. Models differ in what a name means."""
     settings = config.get_text_config()
@@ -330,40 +335,48 @@ def logit_rules(config: Any, float32: bool) -> list[LogitRule]:
     return [LogitRule(scale, bound, float32) for bound in dict.fromkeys((*bounds, 0.0)) for scale in scales]
 
 
-def _find_rule(root: AnyRoot, head: torch.nn.Module, batch: Batch, expected: tuple[Any, Any], float32: bool) -> None:
+def _find_rule(root: AnyRoot, batch: Batch, loud: Any, float32: bool) -> None:
     """Find how logits follow from the head's matrix. Raises `ConfigError` if no rule makes the model's own outputs.
 
-    `expected`: outputs of the model's own code, and those with `_louder` hidden states.
+    `loud`: the outputs of the model's own code with `LOUDER` hidden states.
     """
-    one = feed(batch, "padded", _device(root))
+    one, head = feed(batch, "padded", _device(root)), _head_of(root.model, "lm" if isinstance(root, Root) else "value")
     for rule in logit_rules(root.model.config, float32) if isinstance(root, Root) else (MATRIX,):
         if isinstance(root, Root):
             root.rule = rule
-        off = _differ(_outputs(root, one), expected[0])
-        if off <= _tolerance(root):
-            with _louder(head):
-                off = _differ(_outputs(root, one), expected[1])
+        with _given(head, lambda hidden: hidden * LOUDER):
+            off = _differ(_outputs(root, one), loud)
         if off <= _tolerance(root):
             return
-    raise ConfigError(
+    raise _beyond_rules(root, off)
+
+
+def _beyond_rules(root: AnyRoot, off: float) -> ConfigError:
+    return ConfigError(
         f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
         f"differ by {off:.2g}). Supported are the numbers {', '.join((*SCALES, *SOFTCAPS))} of config.json"
     )
 
 
 def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
-    """Restrict the last layer to the positions that are read, if the outputs stay the same."""
+    """Restrict the last layer to the positions that are read, if the outputs stay the same.
+
+    Raises `ConfigError` if they differ without this, too.
+    """
+    one = feed(batch, "padded", _device(root))
     root.narrowed = narrow(root.model)
     try:
-        off = _differ(_outputs(root, feed(batch, "padded", _device(root))), expected)
+        off = _differ(_outputs(root, one), expected)
         problem: object = "" if off <= _tolerance(root) else f"its {root.probe} differ by {off:.2g}"
     except Exception as error:  # the model's own code raises anything
         problem = error
     if problem:
         log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, problem)
-        for one in root.narrowed:
-            one.undo()
+        for part in root.narrowed:
+            part.undo()
         root.narrowed = ()
+        if not (off := _differ(_outputs(root, one), expected)) <= _tolerance(root):
+            raise _beyond_rules(root, off)
 
 
 def _last_alone(root: AnyRoot, batch: Batch, layout: Layout, one: Feed) -> tuple[np.ndarray[Any, Any], bool]:
