@@ -188,3 +188,9 @@ def test_too_few_samples_are_refused_by_check(whet, config, tmp_path):
     document["evaluation"]["pass_at"] = [8]
     changed.write_text(yaml.safe_dump(document))
     assert "evaluation.environments.0.samples: is 4, too few for pass@8" in whet("check", changed).error
+
+
+def test_a_config_whose_run_begins_with_an_adapter_is_not_evaluated_without_it(config, tmp_path):
+    begins = f"backend={{use: fsdp2, lora: {{adapter: {tmp_path}}}}}"
+    with pytest.raises(ConfigError, match=r"backend\.lora\.adapter: a run begins with it.*--model"):
+        evaluate(config, [INLINE, *RETRIES, begins])

@@ -1,9 +1,9 @@
 """The declarations of a plugin about its components: `Component`, and the `Facts` that planning reads."""
 
 import hashlib
-import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FILE = "file:"
 FILE_MODULE = "whet_file_"
 """The beginning of the module names of single-file plugins."""
+_importing = threading.RLock()  # no other thread may get a module that is not complete
+_sources: dict[str, bytes] = {}  # the text of each single file as it was imported, by the name of its module
 
 
 @frozen
@@ -76,10 +78,7 @@ class Package:
         return importlib.util.find_spec(self.module) is not None
 
     def version(self, versions: Mapping[str, str]) -> str:
-        """Return the package's version. `versions` maps distributions to versions.
-
-        Return an empty string if none of the package's distributions is in `versions`.
-        """
+        """Return the package's version, or "" if `versions`, by distribution, has none of the package's."""
         return next((versions[name] for name in self.distributions if name in versions), "")
 
 
@@ -237,6 +236,8 @@ class BackendFacts(WorkerFacts):
     """Columns that the generator must record while it samples; see `whet.interfaces.generator`."""
     adapter: AdapterInfo | None = None
     """The adapter that the backend trains, and can send alone. None: it trains all weights."""
+    begins_with: str = ""
+    """The setting that changes the weights of `model.path` before the first step, as `lora.adapter` does. Empty: none."""
     senders: int = 1
     """Number of ranks that send weights, each its part of them. An adapter is sent by one."""
 
@@ -349,13 +350,11 @@ class Spec:
 
 
 def resolve(target: str) -> Any:
-    """Import `package.module:Name` or `file:/path/to/file.py:Name`, and return the object.
-
-    Raise `PluginError` with the reason if the import fails.
-    """
+    """Return the object `package.module:Name` or `file:/path/to/file.py:Name`. Raises `PluginError` with the reason."""
     module, _, name = target.rpartition(":")
     try:
-        found = import_file(module[len(_FILE) :]) if module.startswith(_FILE) else importlib.import_module(module)
+        file = module.removeprefix(_FILE)
+        found = importlib.import_module(module) if file == module else import_file(file, renew=False)
         for part in name.split("."):
             found = getattr(found, part)
     except Exception as error:  # a plugin's module may raise anything while it is imported
@@ -388,22 +387,23 @@ def file_module(path: str | Path) -> str:
     return f"{FILE_MODULE}{stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
 
 
-def import_file(path: str | Path) -> ModuleType:
+def import_file(path: str | Path, renew: bool = True) -> ModuleType:
     """Import a single file under its `file_module` name, once per process, and return the module.
 
-    An exception that the file raises is not caught.
+    `renew`: import it anew if its text has changed since. An exception that the file raises is not caught.
     """
     file, name = Path(path).resolve(), file_module(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    with _importing:
+        if name in sys.modules and not (renew and file.read_bytes() != _sources.get(name)):
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None:
+            raise ImportError(f"{file} is no Python file")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:  # not by the loader, whose bytecode cache misses a change of equal length within the same second
+            _sources[name] = file.read_bytes()
+            exec(compile(_sources[name], file, "exec", dont_inherit=True), module.__dict__)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return module

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.data.batch import Batch, Shards, concatenate, from_sequences
+from whet.errors import DataError
 
 lengths = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
@@ -39,11 +40,11 @@ def test_an_empty_batch_is_a_batch():
 
 def test_missing_and_unequal_columns_are_named():
     batch = make([2, 1])
-    with pytest.raises(ValueError, match="needs the per-token column 'loss_mask'"):
+    with pytest.raises(DataError, match="needs the per-token column 'loss_mask'"):
         Batch({"tokens": batch["tokens"]}, batch.per_sequence)
-    with pytest.raises(ValueError, match="needs the per-sequence column 'group'"):
+    with pytest.raises(DataError, match="needs the per-sequence column 'group'"):
         Batch(batch.per_token, {"lengths": batch["lengths"], "prompt_lengths": batch["lengths"]})
-    with pytest.raises(ValueError, match="'extra' has 2 entries for 3 tokens"):
+    with pytest.raises(DataError, match="'extra' has 2 entries for 3 tokens"):
         Batch({**batch.per_token, "extra": np.zeros(2)}, batch.per_sequence)
     with pytest.raises(KeyError, match="no column 'reward'; it has tokens"):
         batch["reward"]
@@ -55,7 +56,7 @@ def test_columns_are_added_without_changing_the_batch():
     assert "reward" in more.per_sequence
     assert "logprobs" in more.per_token
     assert "reward" not in batch
-    with pytest.raises(ValueError, match="'odd' has 7 entries; the batch has 2 sequences and 3 tokens"):
+    with pytest.raises(DataError, match="'odd' has 7 entries; the batch has 2 sequences and 3 tokens"):
         batch.with_columns(odd=np.zeros(7))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Task
-from whet.errors import DataError, EpisodeError
+from whet.errors import DataError, EpisodeError, PluginError
 from whet.interfaces.environment import Environment, SingleTurn, checked_rewards
 from whet_testing.fakes import FakeModel
 
@@ -39,6 +39,12 @@ def test_rewards_have_names_weights_and_may_be_async() -> None:
     environment = SingleTurn({"train": TASKS}, rewards={"correct": correct, "length": (slowly, 0.1)})
     assert play(environment, "four") == {"correct": 0.0, "length": 0.4}
     assert environment.reward_weights == {"correct": 1.0, "length": 0.1}
+
+
+@pytest.mark.parametrize("given", [[correct, 0.1], None, "correct", (correct,), (correct, 0.1, 2)])
+def test_a_reward_that_is_no_function_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(PluginError, match=r"the reward 'r' of a SingleTurn is .*; wanted a function, or a tuple"):
+        SingleTurn({"train": TASKS}, rewards={"r": given})
 
 
 def test_tasks_are_those_of_the_split() -> None:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from whet.component import Component, Selection
 from whet.errors import PluginError
-from whet.interfaces.state import load_states, states, stored
+from whet.interfaces.state import Components, load_states, states, stored
 
 
 class Saves:
@@ -33,6 +34,12 @@ def test_a_state_is_saved_and_loaded():
 def test_a_component_that_nothing_could_load_is_refused(call):
     with pytest.raises(PluginError, match=r"filter 0 \(Saves\) has the method `state` and no `load`.*; add `load`, or"):
         call({"filter 0": Saves()})
+
+
+def test_a_function_that_builds_no_component_is_named():
+    chosen = Selection("advantages", Component("own", dict, "own.module:build"), None, "acme")
+    with pytest.raises(PluginError, match=r"`own.module:build` returned None; return the component 'own'"):
+        Components({}).keep(chosen, None)
 
 
 class WithNothingMeasured:

@@ -16,7 +16,7 @@ from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import EpisodeInfo, Model
 from whet.plugins.features import chats
 from whet.rollout.collate import collate, record, rollout_metrics
-from whet.rollout.episode import EpisodeFailed, _note_no_reward
+from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment
 from whet.rollout.rewards import total_reward
 from whet.rollout.routing import Route
@@ -244,9 +244,99 @@ def test_rewards_that_nobody_gives_count_as_0_and_are_noted(caplog: pytest.LogCa
         await model.reply("a")
         return {}
 
-    _note_no_reward.cache_clear()  # it says it once for each environment
     assert {episode.reward for episode in group_of(Played(run)).episodes} == {0.0}
-    assert "an episode has no rewards, which counts as 0" in caplog.text
+    words = "environment 'game': an episode has no rewards, which counts as 0"
+    assert caplog.messages == [words]
+    group_of(Played(run))
+    assert caplog.messages == [words] * 2, "once in each run"
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_a_weight_for_a_reward_that_no_episode_has_is_told_once(
+    caplog: pytest.LogCaptureFixture, of_group: bool
+) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        return {"ok": 1.0, "length": 3.0}
+
+    async def ranked(task: Task, episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        return [{"lenght": 1.0}] * len(episodes)
+
+    environment: Any = Played(run, {"lenght": 0.0})
+    if of_group:
+        environment.group_rewards = ranked
+    route = Route("game", environment, "train")
+    for index in range(2):
+        asyncio.run(make_player(FakeGenerator("xyz")).group(Assignment(route, Task("hello"), 3, index), 2))
+    words = "environment 'game': `reward_weights` names the reward 'lenght', which no episode has so far; length, ok"
+    assert [message[: len(words)] for message in caplog.messages] == ([] if of_group else [words])
+
+
+@pytest.mark.parametrize(
+    ("weights", "given"),
+    [
+        ({"ok": 1.0, "rare": -0.1}, {"ok": 1.0}),  # no reward counts as 1 by mistake
+        ({"rare": 0.5}, {}),
+        ({"ok": 1.0}, {"ok": 1.0, "further": 1.0}),
+    ],
+)
+def test_a_reward_that_an_episode_has_only_sometimes_may_have_a_weight(
+    caplog: pytest.LogCaptureFixture, weights: Mapping[str, float], given: Mapping[str, float]
+) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        return given
+
+    group_of(Played(run, weights))
+    assert "reward_weights" not in caplog.text
+
+
+def test_a_reward_after_the_end_of_an_episode_is_an_error_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    late: list[asyncio.Task[None]] = []
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+
+        async def grade(fork: Model, what: Callable[[Model], object]) -> None:
+            await asyncio.sleep(0.01)
+            what(fork)
+
+        late.append(asyncio.create_task(grade(model, lambda m: m.reward("late", 1.0))))
+        late.append(asyncio.create_task(grade(model.fork(), lambda m: m.record("note", "x"))))
+        return {"ok": 1.0}
+
+    async def play() -> tuple[Group, list[Any]]:
+        assignment = Assignment(Route("game", Played(run), "train"), Task("hello"), 3, 0)
+        group = await make_player(FakeGenerator("xyz")).group(assignment, 2)
+        return group, await asyncio.gather(*late, return_exceptions=True)
+
+    group, errors = asyncio.run(play())
+    assert [episode.rewards for episode in group.episodes] == [{"ok": 1.0}] * 2
+    words = [f"environment 'game': model.{call} after the episode's end has no effect" for call in ("reward", "record")]
+    assert [str(error).split(";")[0] for error in errors] == words * 2
+    assert [type(error) for error in errors] == [EpisodeError] * 4
+    assert [message.split(";")[0] for message in caplog.messages] == words
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_reply_that_nobody_awaits_is_an_error(begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    late: list[asyncio.Task[Any]] = []
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        late.append(asyncio.create_task(model.reply("b")))  # type: ignore[arg-type]
+        if begun:
+            await asyncio.sleep(0.005)
+        return {"ok": 1.0}
+
+    async def play() -> Any:
+        assignment = Assignment(Route("game", Played(run), "train"), Task("hello"), 3, 0)
+        episode = await make_player(FakeGenerator("xyz", delay_seconds=0.03)).episode(assignment, 0)
+        return episode, await asyncio.gather(*late, return_exceptions=True)
+
+    episode, (error,) = asyncio.run(play())
+    assert (episode.turns, len(episode.messages), type(error)) == (1, 2, EpisodeError)
+    assert "model.reply after the episode's end has no effect" in caplog.text
 
 
 def test_an_episode_records_what_its_environment_wants_to_see_again() -> None:

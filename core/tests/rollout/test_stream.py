@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import json
 import random
 import re
@@ -602,6 +603,17 @@ def test_a_stream_on_a_loop_of_others_leaves_it_open() -> None:
             made.take(1)
     finally:
         loop.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_take_after_the_end_of_the_run_is_one_clear_error() -> None:
+    loop = EpisodeLoop()
+    with stream(loop=loop) as made:
+        made.take(1)
+    loop.close()
+    with pytest.raises(WhetError, match="the run has ended, so no episode can be played any more"):
+        made.take(1)
+    gc.collect()
 
 
 def test_code_that_blocks_everybody_is_named_with_its_line() -> None:

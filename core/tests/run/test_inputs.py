@@ -68,6 +68,14 @@ def test_an_environment_that_lacks_something_is_named(tmp_path: Any, lacking: di
     assert caught.value.__cause__ is not None
 
 
+def test_a_function_that_builds_no_environment_is_named(tmp_path: Any) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def build(config): pass")
+    chosen = Selection("environments", Component("sums", dict, f"file:{file}:build"), None, "acme")
+    with pytest.raises(ConfigError, match=r"environment 'adding'.*own.py:build` returned None; return the environment"):
+        build_route(EnvironmentSection(name="adding", component=chosen), "train")
+
+
 def test_an_environment_that_fails_to_close_is_a_warning(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     route(tmp_path, close="def close(self): raise OSError('stuck')").close()

@@ -137,6 +137,46 @@ def test_events_reach_the_loggers_that_want_them_in_order(tmp_path):
     assert seer.seen == [(1, {}), Event("saved", 1, details={"step": 1}), (2, {}), ("closed", False)]
 
 
+def test_what_an_observer_does_to_its_metrics_and_events_reaches_no_other(tmp_path):
+    class Changing(Seer):
+        def log(self, step, metrics):
+            metrics.clear()
+
+        def event(self, event):
+            event.details["name"] = "changed"
+            event.rows[0]["texts"] = []
+
+    class Hooks:
+        @hookimpl
+        def whet_step_finished(self, step, metrics):
+            metrics["loss"] = 42
+
+    class Later(Hooks):
+        seen = []
+
+        @hookimpl
+        def whet_step_finished(self, step, metrics):
+            self.seen.append(dict(metrics))
+
+    folder, manager, seer, numbers = RunFolder(tmp_path), new_manager(), Seer(), {"loss": 0.5}
+    manager.register(Later())
+    manager.register(Hooks())
+    observers = Observers(manager, folder)
+    for name, logger in {"before": Changing(), "seer": seer, "after": Changing()}.items():
+        observers.add(name, logger)
+    event = Event("table", 1, "worst", {"name": "worst"}, [{"texts": ["a"]}])
+    folder.listener(event)
+    observers.log(1, numbers)
+    assert numbers == {"loss": 0.5}
+    assert seer.seen == [Event("table", 1, "worst", {"name": "worst"}, [{"texts": ["a"]}]), (1, {"loss": 0.5})]
+    assert Later.seen == [{"loss": 0.5}]
+
+
+def test_a_function_that_builds_no_logger_is_named(tmp_path):
+    with pytest.raises(PluginError, match="builds the logger 'charts' returned None; return the logger"):
+        Observers(new_manager(), RunFolder(tmp_path)).add("charts", None)
+
+
 def test_a_logger_that_fails_at_an_event_is_dropped_and_the_others_see_that(tmp_path):
     folder, good, bad, worse = RunFolder(tmp_path), Seer(), Seer(fail=OSError), Seer(fail=SystemExit)
     observers = Observers(new_manager(), folder)

@@ -11,7 +11,7 @@ import pytest
 from whet.config.cluster import ClusterSection, RecoverySection
 from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
-from whet.errors import WorkerError, WorkerLost
+from whet.errors import PluginError, WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.plan.placement import Way
@@ -191,6 +191,19 @@ def test_an_error_inside_is_not_hidden_by_what_fails_to_close_after_it() -> None
 
     with pytest.raises(KeyboardInterrupt), closing_all([interrupted]):
         raise WorkerLost("backend", 0, "train", "killed by signal 9")
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_token_that_the_model_does_not_have_is_refused_with_the_name_of_its_generator(direct):
+    request = Request("r", np.array([1]), Sampling(max_tokens=4), 0)
+    for vocabulary in (0, 257, ord("a")):
+        handle = GeneratorHandle(FakeGenerator("a"), busy(Spans()), vocabulary=vocabulary, name="tokens")
+        coroutine = (handle.direct() if direct else handle).generate(request)
+        if vocabulary != ord("a"):
+            asyncio.run(coroutine)
+            continue
+        with pytest.raises(PluginError, match=r"'tokens' gave the token \d+ for request r; the model has .* 0 to 96"):
+            asyncio.run(coroutine)
 
 
 def test_requests_of_any_thread_are_made_on_the_loop_of_the_handle():

@@ -81,6 +81,19 @@ def test_a_metric_with_the_name_of_a_key_of_every_row_is_refused(tmp_path, name)
         break
 
 
+def test_a_metric_with_the_name_of_one_of_the_run_is_refused(tmp_path):
+    for step in make(tmp_path, Told(), steps=1):
+        step.log({"reward/mean": mean(99.0)})
+        with pytest.raises(PluginError, match="metric of the algorithm or its loss is named 'reward/mean'"):
+            step.finish(BATCH)
+        break
+    for step in make(tmp_path / "evaluated", Told(), steps=1):
+        step.log({"evaluation/test/reward": mean(99.0)})
+        with pytest.raises(PluginError, match="is named 'evaluation/test/reward'"):
+            step.finish(BATCH)
+        break
+
+
 def test_histograms_and_tables_are_kept_in_files_and_told(tmp_path):
     told, events = Told(), []
     steps = make(tmp_path, told, steps=1)
@@ -320,7 +333,7 @@ def test_a_second_sigterm_does_not_cut_saving_short(tmp_path):
 
 
 def test_a_step_that_is_not_finished_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match=r"step 1 was not finished"):
+    with pytest.raises(PluginError, match=r"step 1 was not finished"):
         for _ in make(tmp_path, Told()):
             pass
 
@@ -408,6 +421,37 @@ def test_weights_are_sent_under_the_number_of_their_step(tmp_path):
         steps.check_version(step.number)
         step.finish(BATCH)
         steps.check_version(step.number)
+
+
+def test_weights_that_are_sent_before_training_are_noticed(tmp_path, capsys):
+    steps = make(tmp_path, Told(), done=2)
+    for step in steps:
+        steps.check_sent()
+        steps.check_version(step.number)
+        steps.weights_change(policy=True)
+        step.finish(BATCH)
+    told = capsys.readouterr().err
+    assert told.count("step 3 trained the policy, and the generator samples with the weights of step 2;") == 1
+    assert told.count("trained the policy") == 1
+
+
+def test_weights_that_are_sent_again_after_training_are_the_newest(tmp_path, capsys):
+    steps = make(tmp_path, Told())
+    for step in steps:
+        for _ in range(2):
+            steps.weights_change(policy=True)
+            steps.check_version(step.number)
+            steps.check_sent()
+        steps.weights_change()  # of a critic
+        step.finish(BATCH)
+        steps.check_sent()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch", [None, {"tokens": [1]}])
+def test_what_is_no_batch_does_not_finish_a_step(tmp_path, batch):
+    with pytest.raises(PluginError, match=r"step 1: step.finish got .*, wanted the batch of the step"):
+        next(iter(make(tmp_path, Told()))).finish(batch)
 
 
 class JudgeError(Exception):

@@ -57,3 +57,12 @@ def test_a_job_that_waits_for_another_on_the_compute_thread_is_told_so() -> None
     compute = compute_thread()
     with pytest.raises(RuntimeError, match="waits for another"):
         compute.submit(lambda: compute.submit(int).result()).result(timeout=5.0)
+
+
+def test_a_job_that_runs_out_of_items_fails_also_where_it_is_awaited() -> None:
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        return await asyncio.wait_for(loop.run_in_executor(compute_thread(), next, iter([])), 10)
+
+    with pytest.raises(RuntimeError, match="next raised StopIteration"):
+        asyncio.run(run())

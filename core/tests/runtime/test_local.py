@@ -91,6 +91,33 @@ def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) 
         assert first.call("add", 1) == [1]
 
 
+BUILT_ONCE = """
+from pathlib import Path
+
+class Worker:
+    def __init__(self, rank, built):
+        Path(built).mkdir()
+
+    def add(self, value): ...
+    async def count(self): yield 1
+"""
+
+
+def test_calls_of_a_worker_whose_build_failed_are_told_so_and_leave_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(BUILT_ONCE)
+    with LocalCluster(tmp_path / "logs") as cluster:
+        workers = cluster.worker_group("backend")
+        workers = workers.spawn(f"file:{tmp_path / 'once.py'}:Worker", {"built": str(tmp_path / "built")})
+        with pytest.raises(WorkerError, match="FileExistsError"):
+            workers.restart(0)
+        with pytest.raises(WorkerError, match=r"there is no worker for add: its build .* failed"):
+            workers.call("add", 1)
+        with pytest.raises(WorkerError, match="there is no worker for count"):
+            collect(workers.stream(0, "count"))
+    log = (tmp_path / "logs" / "backend-0.log").read_text()
+    assert log.count("Traceback") == 1, log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_live_through_signals_that_a_job_manager_sends_to_all_processes(tmp_path: Path, number: int) -> None:
     with LocalCluster(tmp_path) as cluster:

@@ -20,19 +20,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, min_len, optional
 
 from whet.component import Kind, Selection
-from whet.config.bounds import (
-    BYTES,
-    FACTOR,
-    GIB,
-    GROUP,
-    PROCESSES,
-    RECORDS,
-    RETRIES,
-    STEPS,
-    TOKENS,
-    above,
-    between,
-)  # fmt: skip
+from whet.config.bounds import BYTES, FACTOR, GIB, GROUP, PROCESSES, RECORDS, RETRIES, STEPS, TOKENS, above, between
 from whet.config.cluster import ClusterSection as ClusterSection
 from whet.config.cluster import DeadlinesSection as DeadlinesSection
 from whet.config.cluster import RecoverySection as RecoverySection
@@ -50,7 +38,7 @@ def _file_name(instance: object, attribute: Any, value: str) -> None:
 
 
 COLUMNS = (
-    "messages", "prompt", "completion", "text", "chosen", "rejected", "label", "margin",
+    "messages", "prompt", "completion", "text", "tools", "chosen", "rejected", "label", "margin",
     "conversations", "instruction", "input", "output", "system", "history",
 )  # fmt: skip
 """Columns that a data file may have, under these names or under its own."""
@@ -334,8 +322,9 @@ class DataFile:
     each split, a folder that `save_to_disk` of the library `datasets` wrote, or a name on the Hugging Face hub."""
     name: str = field(default="", validator=_file_name)
     """For validation on several files: its name in metrics; by default that of the file, without its ending."""
-    split: str = "train"
-    """The split of a hub data set or of a `DatasetDict`, or the name of the file in a folder."""
+    split: str = ""
+    """The split of a hub data set or of a `DatasetDict`, or the name of the file in a folder. Empty: for training
+    `train`; for validation `validation` or `test`, if just one of them is there. Other data has no splits."""
     subset: str = ""
     """For a hub data set that has several subsets, e.g. `main`."""
     limit: int = field(default=0, validator=between(0, RECORDS))
@@ -355,13 +344,21 @@ class DataFile:
     have a weight, or none; without weights, an epoch has every record once."""
 
 
+HELD_OUT = "validation or test"
+"""The `split` of a validation file that names none: the one of the two that the data has."""
+
+
+def _held_out(files: list[DataFile]) -> list[DataFile]:
+    return [attrs.evolve(file, split=file.split or HELD_OUT) for file in files]
+
+
 @frozen
 class DataSection:
     """Data of offline algorithms."""
 
     train: list[DataFile]
     """The files to train on."""
-    validation: list[DataFile] = attrs.Factory(list)
+    validation: list[DataFile] = field(factory=list, converter=_held_out)
     """The files to compute the validation loss on: over all of them, and over each one if there are several."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
     """Longest record, in tokens; 0: the model's limit. Longer records are left out and counted."""

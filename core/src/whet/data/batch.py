@@ -15,6 +15,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from whet.data import randomness
+from whet.errors import DataError
 
 TOKEN_COLUMNS = ("tokens", "loss_mask")
 SEQUENCE_COLUMNS = ("lengths", "prompt_lengths", "group", "episode", "unit")
@@ -35,16 +36,16 @@ class Batch:
     def __attrs_post_init__(self) -> None:
         for name in TOKEN_COLUMNS:
             if name not in self.per_token:
-                raise ValueError(f"a batch needs the per-token column {name!r}")
+                raise DataError(f"a batch needs the per-token column {name!r}")
         for name in SEQUENCE_COLUMNS:
             if name not in self.per_sequence:
-                raise ValueError(f"a batch needs the per-sequence column {name!r}")
+                raise DataError(f"a batch needs the per-sequence column {name!r}")
         for name, column in self.per_token.items():
             if len(column) != self.tokens:
-                raise ValueError(f"column {name!r} has {len(column)} entries for {self.tokens} tokens")
+                raise DataError(f"column {name!r} has {len(column)} entries for {self.tokens} tokens")
         for name, column in self.per_sequence.items():
             if len(column) != self.sequences:
-                raise ValueError(f"column {name!r} has {len(column)} entries for {self.sequences} sequences")
+                raise DataError(f"column {name!r} has {len(column)} entries for {self.sequences} sequences")
 
     @property
     def tokens(self) -> int:
@@ -81,10 +82,8 @@ class Batch:
         for name, column in columns.items():
             as_token = len(column) == self.tokens and (len(column) != self.sequences or name in per_token)
             if not as_token and len(column) != self.sequences:
-                raise ValueError(
-                    f"column {name!r} has {len(column)} entries; the batch has {self.sequences} sequences "
-                    f"and {self.tokens} tokens"
-                )
+                found = f"Batch.with_columns: column {name!r} has {len(column)} entries"
+                raise DataError(f"{found}; the batch has {self.sequences} sequences and {self.tokens} tokens")
             (per_sequence if as_token else per_token).pop(name, None)
             (per_token if as_token else per_sequence)[name] = column
         return evolve(self, per_token=per_token, per_sequence=per_sequence)
@@ -214,10 +213,7 @@ def from_sequences(
     return Batch(
         per_token={name: join(name) for name in names},
         per_sequence={
-            "lengths": lengths,
-            "prompt_lengths": np.asarray(prompt_lengths, np.int64),
-            "group": column(group),
-            "episode": column(episode),
-            "unit": column(unit),
+            "lengths": lengths, "prompt_lengths": np.asarray(prompt_lengths, np.int64), "group": column(group),
+            "episode": column(episode), "unit": column(unit),
         },
-    )
+    )  # fmt: skip

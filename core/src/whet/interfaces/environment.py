@@ -79,14 +79,9 @@ class Model(Protocol):
         """Return facts about the episode: its split, seeds, and number among the samples of its group."""
 
     async def reply(
-        self,
-        messages: "str | Message | Sequence[Message]",
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        prefill: str = "",
-    ) -> Reply:
+        self, messages: "str | Message | Sequence[Message]", *, max_tokens: int | None = None, stop: Sequence[str] = (),
+        temperature: float | None = None, prefill: str = "",
+    ) -> Reply:  # fmt: skip
         """Append messages to the history, sample a response, and return it.
 
         The model's own tokens are kept, and never tokenised again. If the chat template rewrites history, the
@@ -232,15 +227,9 @@ class Responder(Protocol):
     """
 
     async def reply(
-        self,
-        messages: "str | Message | Sequence[Message]",
-        *,
-        seed: int,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        prefill: str = "",
-    ) -> Reply:
+        self, messages: "str | Message | Sequence[Message]", *, seed: int, max_tokens: int | None = None,
+        stop: Sequence[str] = (), temperature: float | None = None, prefill: str = "",
+    ) -> Reply:  # fmt: skip
         """Return a response to a whole conversation. The model of the role is the conversation's assistant.
 
         Nothing is kept from call to call. Raises `DataError` if the conversation leaves no room for a response in the
@@ -271,17 +260,19 @@ class SingleTurn:
     final_answer: Callable[[Conversation], str | None] | None = None
 
     def __init__(
-        self,
-        tasks: Mapping[str, Sequence[Task]],
-        rewards: Mapping[str, "RewardFunction | tuple[RewardFunction, float]"],
-        answer: "AnswerFunction | None" = None,
-    ) -> None:
-        self._tasks = tasks
+        self, tasks: Mapping[str, Sequence[Task]],
+        rewards: Mapping[str, "RewardFunction | tuple[RewardFunction, float]"], answer: "AnswerFunction | None" = None,
+    ) -> None:  # fmt: skip
+        self._tasks, self._rewards, self._weights = tasks, dict[str, RewardFunction](), dict[str, float]()
         if answer is not None:
             self.final_answer = lambda messages: answer(messages[-1].text)
-        pairs = {name: given if isinstance(given, tuple) else (given, 1.0) for name, given in rewards.items()}
-        self._rewards = {name: function for name, (function, _) in pairs.items()}
-        self._weights = {name: weight for name, (_, weight) in pairs.items()}
+        for name, given in dict(rewards).items():
+            function: Any  # a wrong one has another type
+            function, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+            if not callable(function):
+                wanted = "wanted a function, or a tuple (function, weight)"
+                raise PluginError(f"the reward {name!r} of a SingleTurn is {given!r:.120}; {wanted}")
+            self._rewards[name], self._weights[name] = function, weight
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split."""
@@ -295,10 +286,7 @@ class SingleTurn:
         return self._weights
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Sample one response, grade it with each reward function, and return the rewards.
-
-        If a reward function raises `Undecided`, its reward is 0.
-        """
+        """Sample one response, and return what each reward function gives for it: 0 if it raises `Undecided`."""
         answer = await model.reply(task.prompt)
         rewards: dict[str, float] = {}
         for name, function in self._rewards.items():
@@ -337,14 +325,10 @@ LARGEST_REWARD: Final = 1e18
 
 
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
-    """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers.
-
-    An episode without rewards counts as 0.
-    """
+    """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers."""
     if not isinstance(rewards, Mapping):
-        raise EpisodeError(
-            f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"
-        )
+        found = f"environment {environment!r} returned {rewards!r:.120}"
+        raise EpisodeError(f"{found}, wanted a mapping of reward names to numbers")
     checked = {}
     for name, value in rewards.items():
         if not isinstance(name, str) or not name or not name.isprintable():

@@ -60,10 +60,7 @@ class Replicated(Protocol):
     """A generator of several replicas that are lost and replaced one by one."""
 
     def present(self) -> tuple[int, int]:
-        """Return how many replicas are present, and how many there are if none is lost.
-
-        Those that are lost take no part in a weight sync.
-        """
+        """Return how many replicas take part in a weight sync now, and how many there are if none is lost."""
 
 
 @runtime_checkable

@@ -73,6 +73,8 @@ class Components:
 
     def keep(self, selection: Selection, component: Any) -> Any:
         """Load the saved state of a component if it has one, and return the component."""
+        if component is None:
+            raise PluginError(f"`{selection.component.target}` returned None; return the component {selection.name!r}")
         name = f"{selection.kind}-{selection.name}-{len(self._built)}"
         self._built[name] = component
         load_states({name: component}, self._saved)

@@ -83,10 +83,7 @@ class Workers(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Return whether no other role has workers in these processes.
-
-        Only then can one process be restarted without the others.
-        """
+        """Return whether no other role has workers in these processes, so that one can be restarted alone."""
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call every rank with the same arguments, wait, and return the results in rank order."""
@@ -163,10 +160,7 @@ class WorkerGroup(Protocol):
 
     @property
     def host_groups(self) -> tuple[str, ...]:
-        """Return the name of the process of each rank.
-
-        If two roles have an equal name, they share this process, and so they can share tensors.
-        """
+        """Return the name of the process of each rank. Roles with equal names share a process and can share tensors."""
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> Workers:
         """Start one worker object for each rank, wait until all are built, and return them."""

@@ -279,16 +279,9 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
     # Plain lists: for a few dozen tokens they are several times faster than a NumPy reduction.
     produced = [v for t in episode.trajectories for v in t.versions[t.versions >= 0].tolist()]
     return {
-        "group": group,
-        "environment": episode.environment,
-        "task": episode.task,
-        "id": episode.task_id,
-        "sample": episode.sample,
-        "reward": episode.reward,
-        "rewards": dict(episode.rewards),
-        "turns": episode.turns,
-        "response_length": len(produced),
-        "stop": episode.trajectories[-1].stop,
+        "group": group, "environment": episode.environment, "task": episode.task, "id": episode.task_id,
+        "sample": episode.sample, "reward": episode.reward, "rewards": dict(episode.rewards), "turns": episode.turns,
+        "response_length": len(produced), "stop": episode.trajectories[-1].stop,
         "versions": [min(produced), max(produced)],
         **({} if episode.answer is None else {"answer": episode.answer}),
         **({"undecided": list(episode.undecided)} if episode.undecided else {}),
@@ -297,7 +290,7 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         **({"recorded": dict(episode.recorded)} if episode.recorded else {}),
         **({"addressed": [_addressed(t) for t in episode.trajectories]} if recorded else {}),
         "messages": [{"role": role, "content": content} for role, content in episode.messages],
-    }
+    }  # fmt: skip
 
 
 def _addressed(trajectory: Trajectory) -> dict[str, Any]:

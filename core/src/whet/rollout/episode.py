@@ -1,12 +1,10 @@
 """One episode: an environment drives the model. A failed episode is played again; a finished one becomes a record."""
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from copy import deepcopy
-from functools import lru_cache
 from inspect import isawaitable
 from itertools import count
 from typing import Any
@@ -22,8 +20,7 @@ from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.recorded import Assignment, RecordedModel, Sequences
 from whet.rollout.rewards import addressed, total_reward, with_rewards
-
-logger = logging.getLogger(__name__)
+from whet.rollout.routing import Route
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
@@ -71,11 +68,17 @@ class Player(Sequences):
     async def group_rewarded(self, assignment: Assignment, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes of a group with the rewards that compare them, if the environment gives such rewards.
 
-        Raises `EpisodeFailed`.
+        Warn of a reward in `reward_weights` that no episode has. Raises `EpisodeFailed`.
         """
-        environment, weights = assignment.route.environment, assignment.route.environment.reward_weights
-        if not isinstance(environment, GroupRewarding) or not episodes:
-            return episodes
+        if isinstance(assignment.route.environment, GroupRewarding) and episodes:
+            episodes = await self._compared(assignment, assignment.route.environment, episodes)
+        _check_names(assignment.route, episodes)
+        return episodes
+
+    async def _compared(
+        self, assignment: Assignment, environment: GroupRewarding, episodes: list[Episode]
+    ) -> list[Episode]:
+        weights = assignment.route.environment.reward_weights
         for failures in count(1):
             try:
                 async with self._time_limit():
@@ -162,10 +165,11 @@ class Player(Sequences):
                         given = await _coroutine(route.environment.run(task, model), "run", route.name)
                 rewards = checked_rewards(given, route.name)
                 if not (rewards or model.recorded or isinstance(route.environment, GroupRewarding)):
-                    _note_no_reward(route.name)
+                    route.warn("an episode has no rewards, which counts as 0")
             except (Undecided, ContextFull) as error:
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
                 note_undecided(error)
+        model.over.set()
         sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")
@@ -209,9 +213,14 @@ def _coroutine(found: Any, method: str, environment: str) -> Awaitable[Any]:
     return found
 
 
-@lru_cache
-def _note_no_reward(environment: str) -> None:
-    logger.warning("environment %r: an episode has no rewards, which counts as 0", environment)
+def _check_names(route: Route, episodes: Sequence[Episode]) -> None:
+    """Warn if a weight names a reward that no episode has had so far, while other rewards have no weight."""
+    weights, decided = route.environment.reward_weights, [e for e in episodes if not (e.undecided or e.context_full)]
+    route.given.update(*(episode.rewards for episode in decided))
+    missing, unweighted = weights.keys() - route.given, sorted(route.given - weights.keys())
+    if decided and missing and unweighted:
+        words = f"`reward_weights` names the reward {min(missing)!r}, which no episode has so far"
+        route.warn(words, f"; {', '.join(unweighted)} have no weight, which counts as 1. Is the name misspelled?")
 
 
 def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:

@@ -45,10 +45,10 @@ class EpisodeLoop:
         self._thread = watched("whet episodes", self.events.run_forever, self._lose, lambda: self._closing)
 
     def run(self, coroutine: Coroutine[Any, Any, Result], tick: Callable[[], None] = lambda: None) -> Result:
-        """Run a coroutine on the loop and return its result. While waiting, call `tick` a few times a second.
-
-        `tick` runs on the thread of the caller.
-        """
+        """Run a coroutine and return its result. Meanwhile call `tick` on this thread a few times a second."""
+        if self.events.is_closed():
+            coroutine.close()
+            raise WhetError("the run has ended, so no episode can be played any more; call this before the run ends")
         future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self.events)
         alive, answer = time.monotonic(), None
         try:
@@ -148,10 +148,7 @@ def _done(future: "Future[Any]", seconds: float) -> bool:
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all coroutines at the same time and return their results in order.
-
-    The first error cancels the other coroutines, and is raised.
-    """
+    """Run all coroutines at once. Return their results in order; the first error cancels the others and is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -10,6 +10,7 @@ sequence. That sequence begins with a new prompt, and only its own responses are
 """
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -113,6 +114,8 @@ class RecordedModel:
         """The rewards that the episode has recorded."""
         self.log: dict[str, Any] = {} if beside is None else beside.log
         """The values that `record` has added to the record of the episode, by name."""
+        self.over: threading.Event = threading.Event() if beside is None else beside.over
+        """Set when the episode has ended: what comes later would be lost."""
         self._loop: asyncio.AbstractEventLoop = beside._loop if beside else asyncio.get_running_loop()
         self._fork = len(self.sequences)
         self.sequences.append(self)
@@ -173,6 +176,7 @@ class RecordedModel:
         tokens: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """See `Model.reward`. Raises `EpisodeError` if there is no such address, or the value is not finite."""
+        self._refuse_late("reward")
         ((name, number),) = checked_rewards({name: value}, self._assignment.route.name).items()
         if of == "agent" and tokens is None:
             self.recorded.append(RecordedReward(name, number, self.agent))
@@ -194,10 +198,17 @@ class RecordedModel:
 
     def record(self, name: str, value: Any) -> None:
         """See `Model.record`. Raises `EpisodeError` for a value that cannot be recorded."""
+        self._refuse_late("record")
         try:
             self.log[str(name)] = recordable(value)
         except DataError as error:
             raise EpisodeError(f"it recorded {name!r}: {error}") from error
+
+    def _refuse_late(self, method: str) -> None:
+        if self.over.is_set():
+            words = f"model.{method} after the episode's end has no effect; await its task before `run` returns"
+            self._assignment.route.warn(words)
+            raise EpisodeError(f"environment {self._assignment.route.name!r}: {words}")
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible address at which an external agent plays the episode."""
@@ -254,6 +265,7 @@ class RecordedModel:
             self._busy = False
 
     async def _turn(self, messages: Conversation, sampling: Sampling, appended: IntArray | None, prefill: str) -> Turn:
+        self._refuse_late("reply")
         shared, part = self._shared, self._parts[-1]
         if self._full:
             await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
@@ -267,14 +279,13 @@ class RecordedModel:
             raise ContextFull(len(tokens), shared.max_context)
         position = (self._assignment.index, *self._sample_attempt, self._fork, self.turns)
         request = Request(
-            id=f"{shared.purpose}-" + "-".join(map(str, position)),
-            tokens=tokens,
+            id=f"{shared.purpose}-" + "-".join(map(str, position)), tokens=tokens,
             sampling=sampling if room >= sampling.max_tokens else evolve(sampling, max_tokens=room),
-            seed=derive_seed(shared.seed, shared.purpose, *position),
-            prefix=prefix,
-        )
+            seed=derive_seed(shared.seed, shared.purpose, *position), prefix=prefix,
+        )  # fmt: skip
         async with shared.gate:
             completion = await complete(shared.generator, request, shared.chat.decode)
+        self._refuse_late("reply")
         completion = checked_completion(completion, request)
         said = self._chat.message(completion.tokens, prefill)
         if self._tools:

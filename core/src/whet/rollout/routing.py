@@ -43,6 +43,16 @@ class Route:
     """For evaluation: use only this many tasks, the first ones; 0: all tasks."""
     scoring: Scoring = field(factory=Scoring)
     """Scores to compute in addition to mean rewards. Training uses only the criterion of a pass."""
+    given: set[str] = field(factory=set)
+    """The names of the rewards that its episodes have had so far."""
+    warned: set[str] = field(factory=set)
+    """The warnings so far; all routes of a run share them."""
+
+    def warn(self, words: str, more: str = "") -> None:
+        """Log a warning about the environment, unless the run has logged one with the same words."""
+        if (words := f"environment {self.name!r}: {words}") not in self.warned:
+            self.warned.add(words)
+            logger.warning("%s%s", words, more)
 
     def tasks(self) -> Sequence[Task]:
         """Return the tasks of the split. Raises `DataError` if there are none, `PluginError` for what is no task."""

@@ -363,15 +363,11 @@ class RolloutStream:
         tally = Counter(self._tally)
         self._tally.clear()
         return {
-            "groups/dropped": total(len(consumed.dropped)),
-            "groups/filtered": total(len(consumed.filtered)),
-            "episodes/failed": total(tally["failed"]),
-            "episodes/infrastructure": total(tally["infrastructure"]),
-            "episodes/retried": total(tally["retried"]),
-            "grader/undecided": total(tally["undecided"]),
-            "staleness/max": largest(max(0, *ages)),
-            "staleness/mean": mean(sum(ages), len(ages)),
-        }
+            "groups/dropped": total(len(consumed.dropped)), "groups/filtered": total(len(consumed.filtered)),
+            "episodes/failed": total(tally["failed"]), "episodes/infrastructure": total(tally["infrastructure"]),
+            "episodes/retried": total(tally["retried"]), "grader/undecided": total(tally["undecided"]),
+            "staleness/max": largest(max(0, *ages)), "staleness/mean": mean(sum(ages), len(ages)),
+        }  # fmt: skip
 
     def _report(self) -> None:
         done, wanted = self.loop.call(self._progress)

@@ -102,7 +102,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     if sync is not None and models.generator is not None:
         probe = make_probe(
             config.weight_sync.probe, config.run.seed, config.rollout.temperature, prepared.plan.max_context, roles,
-            prepared.model, models.within_turn(), models.built["generator"], inputs.chat, models.probe,
+            prepared.model, models.within_turn(), models.generator.direct(), inputs.chat, models.probe,
         )  # fmt: skip
         sync.connect(
             models.backend, models.generator, before=models.turns.syncing, probe=probe,

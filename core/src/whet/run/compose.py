@@ -171,11 +171,9 @@ def open(source: "ConfigSource", *overrides: str, registry: "Registry | None" = 
     prepared = prepare(source, overrides, config_only=False, registry=registry)
     prepared.refuse_elsewhere()
     with (
-        _claimed(prepared.config.run) as folder,
-        _OpenRun(prepared, folder).opened() as open_run,
-        open_run.attempt() as parts,
-        _saving(parts),
-    ):
+        _claimed(prepared.config.run) as folder, _OpenRun(prepared, folder).opened() as open_run,
+        open_run.attempt() as parts, _saving(parts),
+    ):  # fmt: skip
         yield parts
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import evolve
 
 from whet.data.spans import Spans
+from whet.errors import PluginError
 from whet.interfaces.backend import SavesInBackground
 from whet.interfaces.clock import on_loop
 from whet.interfaces.generator import Replicated
@@ -158,10 +160,18 @@ class GeneratorHandle:
 
     def __init__(
         self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None,
-        loop: "AbstractEventLoop | None" = None,
+        loop: "AbstractEventLoop | None" = None, vocabulary: int = 0, name: str = "",
     ) -> None:  # fmt: skip
-        """`receiving` is called before the generator receives weights; `loop` has the requests, None: the episode's."""
+        """`receiving` is called before the generator receives weights; `loop` has the requests, None: the episode's.
+
+        `vocabulary`: the number of tokens that the model has; 0: unknown. `name` is that of the generator in errors.
+        """
         self._generator, self._managers, self._receiving, self._loop = generator, around, receiving, loop
+        self._vocabulary, self._name = vocabulary, name
+
+    def direct(self) -> "GeneratorHandle":
+        """Return another handle of the generator, whose requests run inside no context manager."""
+        return GeneratorHandle(self._generator, vocabulary=self._vocabulary, name=self._name)
 
     def present(self) -> tuple[int, int]:
         """See `Replicated.present`. A generator that is not replicated counts as one replica."""
@@ -175,7 +185,12 @@ class GeneratorHandle:
         async with AsyncExitStack() as stack:
             for around in self._managers:
                 await stack.enter_async_context(around())
-            return await self._generator.generate(request)
+            completion = await self._generator.generate(request)
+        known, tokens = self._vocabulary, getattr(completion, "tokens", ())
+        if known and len(tokens) and (highest := int(np.max(tokens))) >= known:
+            found = f"the generator {self._name!r} gave the token {highest} for request {request.id}"
+            raise PluginError(f"{found}; the model has the tokens 0 to {known - 1}")
+        return completion
 
     def receive_weights(
         self, spec: "TransferSpec", version: int, on_weight_update: "OnWeightUpdate" = "drain"

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from whet.component import EnvironmentFacts, resolve
 from whet.config.build import named_errors
 from whet.data.records import Sampling
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError, PluginError, WhetError
 from whet.interfaces.environment import check_weights
 from whet.plan.compatibility import DEFAULT_SPLIT
 from whet.plan.evaluation import scoring
@@ -81,13 +81,9 @@ def read_inputs(
     def routes(path: str, entries: "Sequence[EnvironmentSection]") -> Iterator[Route]:
         for i, entry in enumerate(entries):
             needs = facts[f"{path}.{i}"].roles
-            route = build_route(
-                entry,
-                entry.split or DEFAULT_SPLIT[path],
-                *([{name: role_for(name) for name in needs}] if needs else []),
-                deadlines=config.cluster.deadlines,
-                logs=folder.logs / f"{path}.{i}",
-            )
+            asked = [{name: role_for(name) for name in needs}] if needs else []
+            split, logs = entry.split or DEFAULT_SPLIT[path], folder.logs / f"{path}.{i}"
+            route = build_route(entry, split, *asked, deadlines=config.cluster.deadlines, logs=logs)
             closers.append(route.close)
             yield route
 
@@ -95,21 +91,18 @@ def read_inputs(
     if config.data is not None and training:
         data = reader().open(
             config.data, chat, config.run.seed, config.data.max_length or prepared.model.max_positions, status,
-            timed=partial(spans.phase, "data", "tokenise"),
-            encode=encode_of(config.algorithm, prepared.roles.algorithm, prepared.model),
-            names=field_names(config.algorithm),
-            epochs=config.run.epochs,
+            timed=partial(spans.phase, "data", "tokenise"), names=field_names(config.algorithm),
+            encode=encode_of(config.algorithm, prepared.roles.algorithm, prepared.model), epochs=config.run.epochs,
         )  # fmt: skip
-    passing = config.evaluation.passing
+    passing, warned = config.evaluation.passing, set[str]()
     criterion = Scoring(passing=Passing(passing.reward, passing.at_least))
     here = routes("environments", config.environments if training else ())
     there = routes("evaluation.environments", config.evaluation.environments if evaluation else ())
     return Inputs(
-        chat,
-        data,
-        [evolve(route, scoring=criterion) for route in here],
-        [evolve(r, scoring=scoring(config.evaluation, i, r.environment)) for i, r in enumerate(there)],
-    )
+        chat, data,
+        [evolve(route, scoring=criterion, warned=warned) for route in here],
+        [evolve(r, scoring=scoring(config.evaluation, i, r.environment), warned=warned) for i, r in enumerate(there)],
+    )  # fmt: skip
 
 
 def build_route(
@@ -127,6 +120,8 @@ def build_route(
                 environment = APART.load()(entry, name, deadlines, *roles, logs=logs)
             else:
                 environment = resolve(entry.component.component.target)(entry.component.config, *roles)
+            if environment is None:
+                raise PluginError(f"`{entry.component.component.target}` returned None; return the environment")
             _ = environment.close  # raises now where there is none
             usual = partial(_sampling, entry.sampling)
             route = Route(name, environment, split, entry.weights, entry.group_size, usual, entry.samples, entry.limit)

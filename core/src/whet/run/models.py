@@ -118,7 +118,8 @@ def start_models(prepared: Prepared, attempt: Attempt, begun: Begun) -> tuple[Mo
         spans.add(worker_groups.cluster.launcher.preparations())
     backend = BackendHandle(built["backend"], *turns.around("backend"), timed(spans))
     generator = GeneratorHandle(
-        built["generator"], *turns.requests(), busy(spans), receiving=partial(turns.took_weights, "generator")
+        built["generator"], *turns.requests(), busy(spans), receiving=partial(turns.took_weights, "generator"),
+        vocabulary=prepared.model.vocab_size, name=roles["generator"].selection.name,
     ) if "generator" in built else None  # fmt: skip
     further = {f"roles/{name}": one for name, one in attempt.roles.items() if isinstance(one, BackendHandle)}
     trained = {name: one for name, one in further.items() if roles[name.removeprefix("roles/")].trained}

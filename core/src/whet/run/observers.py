@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+from attrs import evolve
 
-from whet.errors import in_words
+from whet.errors import PluginError, in_words
 from whet.interfaces.logger import Event, Logger
 from whet.interfaces.state import check_ran, has_state, load_states, states
 from whet.run.run_folder import RunFolder
@@ -54,16 +55,18 @@ class Observers:
         folder.listener = self._events.append
 
     def add(self, name: str, logger: Logger) -> None:
-        """Add a logger. Raises `PluginError` if it has only a part of what a state needs."""
+        """Add a logger. Raises `PluginError` if it is None, or has only a part of what a state needs."""
+        if logger is None:
+            raise PluginError(f"the function that builds the logger {name!r} returned None; return the logger")
         has_state(logger, f"logger {name!r}")
         self._loggers[f"{name}-{len(self._loggers)}"] = logger
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send a finished step's metrics to loggers and hooks."""
-        self._tell("log", step, numbers)
-        given = {"step": step, "metrics": numbers}
+        self._tell("log", step, dict(numbers))
         for hook in reversed(self.hooks.whet_step_finished.get_hookimpls()):
             try:  # one by one: in a call of all, the first error is the end
+                given = {"step": step, "metrics": dict(numbers)}
                 check_ran(hook.function(*(given[name] for name in hook.argnames)), "it")
             except (Exception, SystemExit) as error:
                 who, kind = hook.plugin, type(hook.plugin)
@@ -97,7 +100,12 @@ class Observers:
         # Events may happen on any thread, and while a logger is called.
         while self._events and threading.get_ident() == self._thread:
             self._each(partial(_send, self._events.popleft()))
-        self._each(lambda name, logger: getattr(logger, method)(*args))
+
+        def call(name: str, logger: Logger) -> object:
+            own = (dict(one) if isinstance(one, dict) else one for one in args)  # so that none can change another's
+            return getattr(logger, method)(*own)
+
+        self._each(call)
 
     def _each(self, call: Callable[[str, Logger], object]) -> None:
         for name, logger in list(self._loggers.items()):
@@ -117,4 +125,6 @@ class Observers:
 
 
 def _send(event: Event, name: str, logger: Any) -> object:
-    return logger.event(event) if hasattr(logger, "event") else None
+    if not hasattr(logger, "event"):
+        return None
+    return logger.event(evolve(event, details=dict(event.details), rows=[*map(dict, event.rows)] or ()))

@@ -211,14 +211,8 @@ def _tasks(route: "Route") -> str:
     tasks = route.tasks()
     positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
     found = [route.task(tasks, i) for i in positions]
-    return _hash(
-        repr(
-            (
-                len(tasks),
-                [(one.prompt, _ordered(sorted(one.data.items(), key=lambda item: str(item[0])))) for one in found],
-            )
-        )
-    )
+    pairs = [(one.prompt, _ordered(sorted(one.data.items(), key=lambda item: str(item[0])))) for one in found]
+    return _hash(repr((len(tasks), pairs)))
 
 
 def _ordered(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, field, frozen
 
 from whet.data import metrics as merging
+from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.data.randomness import derive_seed
 from whet.data.spans import Spans
@@ -33,7 +34,6 @@ from whet.run.startup_time import BEFORE, Startup
 
 if TYPE_CHECKING:
     from whet.config.sections import RunSection
-    from whet.data.batch import Batch
 
 
 MARGIN, SPARE_SECONDS = 1.2, 20.0
@@ -75,7 +75,7 @@ class Step:
         """Return whether an action of every `every` steps is due now. After the last step it is; 0: only then."""
         return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
 
-    def finish(self, batch: "Batch") -> None:
+    def finish(self, batch: Batch) -> None:
         """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
         self._steps.finish(self, self._metrics, batch)
 
@@ -84,7 +84,7 @@ class Step:
 class Sinks:
     """The functions that the end of a step calls, in this order."""
 
-    records: Callable[[int, "Batch"], Mapping[str, Any]]
+    records: Callable[[int, Batch], Mapping[str, Any]]
     """Write the rollouts of a step, and return their entry of the journal."""
     evaluate: Callable[[int], Mapping[str, Metric]]
     """Evaluate after a step."""
@@ -157,7 +157,7 @@ class Steps:
                 self._current, self._trained = number, False
                 yield step
                 if self.done != number:
-                    raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
+                    raise PluginError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
             self.save_now()
 
     def leave(self) -> None:
@@ -178,14 +178,14 @@ class Steps:
             self._warned = True
             announce(
                 f"step {self._policy} trained the policy, and the generator samples with the weights of step "
-                f"{self._sent}; call parts.sync_weights(version=step.number) before step.finish"
+                f"{self._sent}; call parts.sync_weights(version=step.number) between training and step.finish"
             )
 
     def weights_change(self, *, policy: bool = False) -> None:
         """Mark the present step as one that changes weights: from now on a signal waits until it is finished."""
         self._trained = True
         if policy and self._current is not None:
-            self._policy = self._current
+            self._policy, self._sent = self._current, min(self._sent, self._current - 1)
 
     def stop(self) -> None:
         """See `whet.interfaces.algorithm.Steps.stop`."""
@@ -196,30 +196,29 @@ class Steps:
         self._limits.append((moment, why))
 
     def log_start(self, metrics: Mapping[str, Metric], seconds: float = 0.0) -> None:
-        """Add metrics of the model before its first step. They become the row of step 0.
-
-        `seconds`: the time of their evaluation.
-        """
+        """Add metrics from before the first step, as the row of step 0. `seconds`: the time of their evaluation."""
         self._before, self._evaluation = merging.merge([self._before, metrics]), max(self._evaluation, seconds)
 
     def close(self) -> None:
         """Stop handling signals. After an error, the traceback may keep the loop over the steps alive for long."""
         self._listening.close()
 
-    def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
+    def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """See `Step.finish`."""
         number, evaluation = step.number, 0.0
         if number != self._current:
             raise PluginError(f"step {number} is finished already; call step.finish(batch) once in each step")
+        if not isinstance(batch, Batch):
+            raise PluginError(f"step {number}: step.finish got {batch!r:.60}, wanted the batch of the step")
         for key, value in self.state.items():
             stored(f"steps.state[{key!r}]", {key: value})
-        merged = merging.merge([metrics, self._sinks.gather()])
+        merged = _apart(metrics, self._sinks.gather())
         consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
             began = time.perf_counter()
             try:
                 with self._while("evaluating"):
-                    merged = merging.merge([merged, self._sinks.evaluate(number)])
+                    merged = _apart(merged, self._sinks.evaluate(number))
             except WorkerLost:
                 raise  # a run that recovers repeats the step
             except Exception as error:
@@ -235,7 +234,7 @@ class Steps:
         if step.due(self._section.save_every):
             self._save()
 
-    def _end(self, number: int, metrics: Mapping[str, Metric], batch: "Batch", consumed: Mapping[str, Any]) -> None:
+    def _end(self, number: int, metrics: Mapping[str, Metric], batch: Batch, consumed: Mapping[str, Any]) -> None:
         """Write the metrics of a step, and count it as finished."""
         self._record(number, metrics, batch.tokens)
         self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
@@ -349,3 +348,10 @@ class Steps:
                 self._save()
             with self._while("saving"), self._spans.phase("run", "save"):
                 self._sinks.saving.wait()
+
+
+def _apart(logged: Mapping[str, Metric], built_in: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return all metrics. Raise `PluginError` if the algorithm or its loss has named one as the run names its own."""
+    if taken := sorted(logged.keys() & built_in.keys()):
+        raise PluginError(f"a metric of the algorithm or its loss is named {taken[0]!r}, as one of the run; rename it")
+    return {**logged, **built_in}

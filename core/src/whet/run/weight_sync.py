@@ -161,10 +161,7 @@ def make_probe(
     section: "ProbeSection", seed: int, temperature: float, max_context: int, roles: "Roles", model: "ModelInfo",
     trainer: "Backend", generator: "Generator", chat: "Tokenizer", run: Callable[[Coroutine[Any, Any, Any]], Any],
 ) -> "Probe | None":  # fmt: skip
-    """Return the probe of a run; None: it is switched off, or there is nothing to compare.
-
-    `run` runs a coroutine at the generator's turn.
-    """
+    """Return the probe of a run, or None without one. `run` runs a coroutine at the turn of the generator."""
     if not section.every or "logprobs" not in roles.backend.outputs_given:
         return None
     tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype

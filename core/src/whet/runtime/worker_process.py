@@ -73,6 +73,8 @@ class ComputeThread(Executor):
                 self.doing = name, time.monotonic()
                 try:
                     future.set_result(function())
+                except StopIteration as error:  # asyncio's futures refuse it, and who awaits one would wait for ever
+                    future.set_exception(RuntimeError(f"{name} raised {in_words(error)}"))
                 except BaseException as error:
                     future.set_exception(error)
                 self.doing = "", 0.0
@@ -159,6 +161,9 @@ class WorkerProcess:
         """Carry out one message of the driver."""
         number = message.get("number", 0)
         match message["do"]:
+            case "call" | "stream" if message["slot"] not in self._workers:
+                cause = f"there is no worker for {message['method']}: its build is not done or failed, or it is closed"
+                self._say(number, "failed", {"cause": cause, "details": ""})
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
             case "stream":

@@ -1,10 +1,12 @@
 """What the loops ask of the backend, when, and what they keep."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.component import Selection, Spec
 from whet.config.sections import DataFile, DataSection
@@ -16,7 +18,8 @@ from whet_data.offline import OfflineData
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo
 from whet_dpo.hooks import whet_losses
-from whet_dpo.kto import Kto, with_margins
+from whet_dpo.kto import Kto, of_kinds, with_margins
+from whet_dpo.loss_config import KtoLossConfig
 from whet_dpo.records import labelled_encoder, pair_encoder
 from whet_testing.fakes import FakeBackend
 from whet_testing.steps import Watch, WatchedSteps
@@ -51,7 +54,8 @@ class Backend(FakeBackend):
 def run(tmp_path, tiny_model_folder):
     def run(algorithm, done=0, steps=2, backend=None, reference=True, validation=3):
         for name, size in (("train", 10), ("validation", validation)):
-            rows = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": f"{n} {n}"} for n in range(size)]
+            pairs = ({"prompt": f"{n}?", "chosen": f"{n}", "rejected": f"{n} {n}"} for n in itertools.count())
+            rows = size if isinstance(size, list) else itertools.islice(pairs, size)
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         files = [[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")]
         backend, watch = backend or Backend(reference), Watch()
@@ -160,6 +164,23 @@ def test_margins_of_single_responses_are_the_difference_of_means():
     metrics = {"rewards/chosen": mean(6.0, 3), "rewards/rejected": mean(-2.0, 4)}
     assert with_margins(metrics)["rewards/margins"].number() == pytest.approx(2.5)
     assert "rewards/margins" not in with_margins({**metrics, "rewards/rejected": mean(0.0, 0)})
+
+
+def test_the_loss_of_kinds_is_validated_over_all_batches_whatever_kinds_each_has(run):
+    class Kinds(Backend):
+        def evaluate(self, batch, loss):
+            # two batches, of four and of two responses, each of one kind, whose mean loss is 3 or 5
+            of = [(batch["desirable"] if kind else ~batch["desirable"]).sum() for kind in (True, False)]
+            metrics = {"loss/desirable": mean(3.0 * of[0], of[0]), "loss/undesirable": mean(5.0 * of[1], of[1])}
+            return {"loss": mean(sum(metric.number() for metric in metrics.values()) / 2), **metrics}
+
+    rows = [{"prompt": f"{n}?", "completion": f"{n}", "label": n < 4} for n in range(6)]
+    kinds = evolve(loss("kto"), config=KtoLossConfig(average="kinds"))
+    settings = {"batch_size": 4, "baseline": "none", "reference": "on-the-fly"}
+    for chosen, wanted in ((kinds, 4.0), (loss("kto"), (4 * 1.5 + 2 * 2.5) / 6)):
+        found = run(Kto(KtoConfig(loss=chosen, **settings)), steps=1, backend=Kinds(), validation=rows)
+        assert found.metrics[-1]["validation/loss"] == pytest.approx(wanted)
+    assert of_kinds({"loss": mean(2.0)})["loss"].number() == 2.0, "a loss of a plugin may have such a setting, too"
 
 
 @pytest.mark.parametrize(

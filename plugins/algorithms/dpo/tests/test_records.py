@@ -1,4 +1,5 @@
 import pytest
+from attrs import evolve
 
 from whet.data.model_info import ModelInfo
 from whet.errors import DataError
@@ -21,6 +22,28 @@ def test_a_labelled_response_is_one_sequence(chat, label, desirable):
     assert one["prompt_length"] == one["loss_mask"].argmax()
 
 
+@pytest.mark.parametrize(
+    ("config", "encoder", "record"),
+    [
+        (DpoConfig(fields={"tools": "functions"}), pair_encoder, {"chosen": "4", "rejected": "5"}),
+        (KtoConfig(fields={"tools": "functions"}), labelled_encoder, {"chosen": "4", "rejected": "5"}),
+        (KtoConfig(fields={"tools": "functions"}), labelled_encoder, {"completion": "4", "label": True}),
+    ],
+)
+def test_the_column_of_the_tools_can_have_another_name(tiny_model_folder, config, encoder, record):
+    chat, info = ChatTokenizer(tiny_model_folder, TOOLS_FIRST), ModelInfo("")
+    record = {"prompt": "2+2?", **record}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    wanted = encoder(evolve(config, fields={}), info)({**record, "tools": tools}, chat)
+    found = encoder(config, info)({**record, "functions": tools, "tools": [{"name": "other"}]}, chat)
+    assert [one["tokens"].tolist() for one in found] == [one["tokens"].tolist() for one in wanted]
+    assert "add" in chat.decode(found[0]["tokens"])
+
+
+TOOLS_FIRST = (
+    "{{ tools }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ASKED, SAID = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -142,3 +165,13 @@ def test_a_chosen_conversation_may_be_learned_whole(chat):
     for one, was in zip(found, plain, strict=True):
         assert one["response_mask"].tolist() == was["loss_mask"].tolist()
         assert one["prompt_length"] == was["prompt_length"]
+
+
+def test_reasoning_of_an_earlier_turn_of_a_labelled_response_is_not_left_out(tiny_model_folder):
+    chat = ChatTokenizer(tiny_model_folder)
+    turns = [
+        {"role": "assistant", "content": "4", "reasoning_content": "two and two"}, {"role": "user", "content": "+1?"},
+        {"role": "assistant", "content": "5"},
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="leaves out the reasoning"):
+        labelled_encoder(KtoConfig(), ModelInfo(""))({"prompt": "2+2?", "completion": turns, "label": True}, chat)

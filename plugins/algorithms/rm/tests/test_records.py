@@ -37,8 +37,19 @@ def test_texts_are_scored_behind_their_end_token_without_a_template(chat, record
         encode({"chosen": [{"role": "user", "content": "x"}], "rejected": "y"}, chat, {}, plain=True)
 
 
+def test_the_column_of_the_tools_can_have_another_name(tiny_model_folder):
+    template = "{{ tools }}{% for message in messages %}[{{ message.role }}]{{ message.content }}<|im_end|>{% endfor %}"
+    chat, names = ChatTokenizer(tiny_model_folder, template), RmConfig(fields={"tools": "functions"}).fields
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    record = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    wanted = encode({**record, "tools": tools}, chat, {})
+    found = encode({**record, "functions": tools, "tools": [{"name": "other"}]}, chat, names)
+    assert [one["tokens"].tolist() for one in found] == [one["tokens"].tolist() for one in wanted]
+    assert "add" in chat.decode(found[0]["tokens"])
+
+
 def test_the_prompt_is_what_both_begin_with(chat):
-    for chosen, rejected in (("42 is it", "42 is not"), ("42", "42"), ("42", "42 and more")):
+    for chosen, rejected in (("42 is it", "42 is not"), ("42", "42 and more")):
         one, other = encode({"prompt": "6*7?", "chosen": chosen, "rejected": rejected}, chat, {})
         length = one["prompt_length"]
         assert other["prompt_length"] == length

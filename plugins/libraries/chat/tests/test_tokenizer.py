@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from whet.data.messages import Call, Conversation, Message, conversation
-from whet.errors import DataError
+from whet.errors import DataError, RewrittenHistory
 from whet_chat.tokenizer import ChatTokenizer
 
 CHATML = (
@@ -425,13 +425,44 @@ def test_a_template_that_keeps_reasoning_before_a_tool_reply_is_accepted(load):
     assert more == "\n<|im_start|>tool\n3901<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_answers_without_reasoning_pass_through_a_template_that_drops_it(load):
+def test_answers_that_a_model_wrote_without_reasoning_pass_through_a_template_that_drops_it(load):
     chat, _ = load("bytes", REASONING)
     more = text_of(chat, chat.continuation(TALK[:2], True, conversation("so?")))
     assert more == "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
-    trainable = chat.training(TALK)
-    wanted = "It is \\boxed{42}.<|im_end|><think>\n\n</think>\n\n48<|im_end|>"
-    assert text_of(chat, trainable.tokens[trainable.loss_mask]) == wanted
+
+
+@pytest.mark.parametrize("answer", ["It is \\boxed{42}.", "", " \n"])
+def test_a_turn_that_begins_otherwise_where_it_is_last_is_rewritten(answer, load):
+    """An empty block of reasoning opens the last turn only, so an earlier turn is not what the model will write."""
+    chat, _ = load("bytes", REASONING)
+    talk = (TALK[0], Message("assistant", answer), *TALK[2:])
+    with pytest.raises(RewrittenHistory, match=r"History has .*<think>.*where the longer.*`train_on: last`, in pairs"):
+        chat.training(talk)
+    for found, asked, said in (
+        (chat.training(talk, train_on="last"), talk[:3], "48"),
+        (chat.training(talk[:2]), talk[:1], answer),
+    ):
+        assert found.tokens[: found.prompt_length].tolist() == chat.prompt(asked).tolist()
+        shown = said.lstrip("\n")
+        assert text_of(chat, found.tokens[found.loss_mask]) == f"<think>\n\n</think>\n\n{shown}<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [REASONING, CHATML], ids=["rewrites", "appends"])
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_what_follows_the_last_turn_changes_nothing(template, train_on, load):
+    chat, _ = load("bytes", template)
+    alone = chat.training(TALK[:2], train_on)
+    for after in (TALK[2:3], (Message("tool", "3901"), TALK[2])):
+        found = chat.training((*TALK[:2], *after), train_on)
+        assert found.tokens.tolist() == alone.tokens.tolist()
+        assert found.loss_mask.tolist() == alone.loss_mask.tolist()
+
+
+def test_a_turn_that_only_closes_otherwise_where_it_is_last_is_trained(load):
+    chat, _ = load("phi", PHI_END)
+    talk = (Message("user", "a?"), Message("assistant", " one\n"), Message("user", "b?"), Message("assistant", "two"))
+    found = chat.training(talk)
+    assert text_of(chat, found.tokens[found.loss_mask]) == " one\n<|end|>two<|end|><|endoftext|>"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,65 @@ def test_where_a_template_rewrites_history_each_turn_is_trained_once_as_the_mode
     assert trained(chat, {"messages": [USER, thinks, MORE, TWO]}, train_on="last") == "48<|im_end|>"
 
 
+OPENS_THE_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if m.role == 'assistant' and loop.last }}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '<think></think>' if thinks is false }}{% endif %}"
+)
+"""As Qwen 3's: the last turn has a block of reasoning, empty or not; earlier turns have none."""
+
+
+@pytest.mark.parametrize(("arguments", "opening"), [({}, "<think></think>"), ({"thinks": False}, "")])
+def test_a_turn_is_trained_alike_whatever_follows_it(tiny_model_folder, arguments, opening):
+    chat = chats().ChatTokenizer(tiny_model_folder, OPENS_THE_LAST, arguments=arguments)
+    talk = [USER, ONE, MORE, TWO]
+    wanted = [
+        (chat.prompt(conversation(talk[:end])).tolist(), f"{opening}{said}<|im_end|>")
+        for end, said in ((1, "42"), (3, "48"))
+    ]
+    for messages, learned in (
+        (talk[:2], wanted[:1]),
+        (talk[:3], wanted[:1]),
+        (talk, wanted),
+        ([*talk, USER], wanted),
+        ([*talk[:3], OUT], wanted[:1]),
+        ([USER, {**ONE, "weight": 0}, MORE, TWO, USER], wanted[1:]),
+    ):
+        for record in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+            assert prompted(chat, encode(record, chat, {})) == learned
+    for messages, learned in ((talk[:3], wanted[:1]), ([*talk, USER], wanted[1:])):
+        assert prompted(chat, encode({"messages": messages}, chat, {}, train_on="last")) == learned
+
+
+def prompted(chat, found):
+    """Return the tokens before each trained turn, and its text."""
+    return [
+        (
+            one["tokens"][: one["prompt_length"]].tolist(),
+            chat.decode(one["tokens"][one["loss_mask"]], skip_special=False),
+        )
+        for one in found
+    ]
+
+
+def test_turns_that_stand_unchanged_share_a_sequence_however_many_do(tiny_model_folder):
+    """Each question of a user drops the reasoning before it, so answers to one question share a sequence."""
+    rewrites = (
+        "{% set ns = namespace(asked=0, seen=0) %}"
+        "{% for m in messages if m.role == 'user' %}{% set ns.asked = ns.asked + 1 %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.seen = ns.seen + 1 %}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ '~' if m.role == 'assistant' and ns.seen == ns.asked }}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = chats().ChatTokenizer(tiny_model_folder, rewrites)
+    tool = {"role": "tool", "content": "7"}
+    counts = (1, 5, 2, 8, 1, 3)
+    talk = [message for count in counts for message in (USER, *[ONE, tool] * count)]
+    found = encode({"messages": talk}, chat, {})
+    texts = [chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) for one in found]
+    assert texts == ["~42<|im_end|>" * count for count in counts]
+
+
 def test_fields_may_have_other_names(chat):
     record = {"question": "6*7?", "answer": "42", "prompt": 7}
     assert trained(chat, record, fields={"prompt": "question", "completion": "answer"}) == "42<|im_end|>"

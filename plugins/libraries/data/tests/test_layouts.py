@@ -1,12 +1,16 @@
 """Records of other frameworks are recognised by their columns, and brought into those that algorithms read."""
 
+import csv
 import json
 import re
 
 import pytest
 
 from whet.config.sections import DataFile
+from whet.plugins.features import chats
+from whet_data.demonstrations import encode
 from whet_data.layouts import found_words, layout_of, recognise, records
+from whet_data.preferences import encode_pair
 
 SHAREGPT = {
     "conversations": [
@@ -28,7 +32,7 @@ MESSAGES = [
 
 @pytest.fixture
 def laid_out(tmp_path):
-    """Read records of a file as an algorithm would."""
+    """Read records of a file of JSON lines as an algorithm would."""
 
     def laid_out(*given, names=None, **options):
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in given))
@@ -65,13 +69,89 @@ def test_turns_under_another_name_and_as_text_are_read(laid_out):
     assert one(laid_out({"dialog": turns}, names={"messages": "dialog"}))["dialog"] == MESSAGES[1:]
     assert one(laid_out({"conversations": json.dumps(turns)}))["messages"] == MESSAGES[1:]
     assert one(laid_out({"messages": json.dumps(MESSAGES)}))["messages"] == MESSAGES
-    for column in ("prompt", "completion", "chosen", "rejected"):
-        assert one(laid_out({column: json.dumps(MESSAGES)}))[column] == MESSAGES
-        assert one(laid_out({column: json.dumps(turns)}))[column] == MESSAGES[1:]
-        other = json.dumps([{"role": "host", "content": "web1"}])  # a text that a model is to write
-        assert one(laid_out({column: other}))[column] == other
-        for text in ("[1]", "[2", '["a"]', '[{"a": 1}]', "[]"):
-            assert one(laid_out({column: text}))[column] == text
+
+
+RESPONSES = ("prompt", "completion", "chosen", "rejected")
+
+
+@pytest.fixture
+def of_table(tmp_path):
+    """Read one record of a CSV file as an algorithm would."""
+
+    def of_table(record, **options):
+        with (tmp_path / "a.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([record, record.values()])
+        return one(records(DataFile(str(tmp_path / "a.csv"), **options), {}))
+
+    return of_table
+
+
+@pytest.mark.parametrize("column", RESPONSES)
+def test_turns_as_the_text_of_a_tables_cell_are_read(of_table, column):
+    turns = SHAREGPT["conversations"]
+    assert of_table({column: json.dumps(MESSAGES)})[column] == MESSAGES
+    assert of_table({column: json.dumps(turns)})[column] == MESSAGES[1:]
+    other = json.dumps([{"role": "host", "content": "web1"}])  # a text that a model is to write
+    for text in (other, "[1]", "[2", '["a"]', '[{"a": 1}]', "[]"):
+        assert of_table({column: text})[column] == text
+
+
+@pytest.mark.parametrize("ending", ["parquet", "saved"])
+def test_turns_as_text_are_read_in_every_kind_of_table(tmp_path, ending):
+    rows = {column: [json.dumps(MESSAGES)] for column in RESPONSES}
+    if ending == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").table(rows), tmp_path / "a.parquet"
+        )
+    else:
+        pytest.importorskip("datasets").Dataset.from_dict(rows).save_to_disk(tmp_path / "a.saved")
+    assert one(records(DataFile(str(tmp_path / f"a.{ending}")), {})) == dict.fromkeys(RESPONSES, MESSAGES)
+
+
+@pytest.mark.parametrize("turns", [MESSAGES, SHAREGPT["conversations"]])
+def test_a_text_of_json_lines_stays_text_though_it_is_json(laid_out, tmp_path, turns):
+    record = dict.fromkeys(RESPONSES, json.dumps(turns))
+    assert one(laid_out(record)) == record
+    (tmp_path / "list.json").write_text(json.dumps([record]))
+    (tmp_path / "lines.txt").write_text(json.dumps(record))
+    assert one(records(DataFile(str(tmp_path / "list.json")), {})) == record
+    assert one(records(DataFile(str(tmp_path / "lines.txt"), format="jsonl"), {})) == record
+
+
+def test_the_text_of_a_cell_counts_without_a_chat_template(of_table, tiny_model_folder):
+    chat, text = chats().ChatTokenizer(tiny_model_folder), json.dumps(MESSAGES)
+    turns = json.dumps(SHAREGPT["conversations"])
+    for written in (text, turns):
+        record = of_table({"prompt": written, "completion": written})
+        (found,) = encode(record, chat, {}, plain=True)
+        assert chat.decode(found["tokens"], skip_special=False) == f"{written}{written}<|im_end|>"
+        pair = of_table({"prompt": written, "chosen": written, "rejected": "no"})
+        chosen, _ = encode_pair(pair, chat, {}, plain=True)
+        assert chat.decode(chosen["tokens"][chosen["loss_mask"]], skip_special=False) == f"{written}<|im_end|>"
+
+
+def test_an_object_of_lists_is_the_list_of_messages_that_it_was(laid_out, tmp_path, tiny_model_folder):
+    """`Sequence` of the library `datasets` stores a list of objects so."""
+    plain = {"role": [m["role"] for m in MESSAGES], "content": [m["content"] for m in MESSAGES], "weight": None}
+    talk = SHAREGPT["conversations"]
+    shared = {"from": [turn["from"] for turn in talk], "value": [turn["value"] for turn in talk]}
+    assert one(laid_out({"messages": plain}))["messages"] == MESSAGES
+    assert one(laid_out({"messages": shared}))["messages"] == MESSAGES[1:]
+    assert one(laid_out({"conversations": shared}))["messages"] == MESSAGES[1:]
+    assert one(laid_out({"conversations": plain}))["messages"] == MESSAGES
+    for column in RESPONSES:
+        assert one(laid_out({column: plain}))[column] == MESSAGES
+    datasets = pytest.importorskip("datasets")
+    fields = {"role": datasets.Value("string"), "content": datasets.Value("string"), "weight": datasets.Value("int64")}
+    kept = [{**message, "weight": int(message["content"] != "hello")} for message in MESSAGES]
+    stored = {name: [message[name] for message in kept] for name in fields}
+    sequence = datasets.Features({"messages": datasets.Sequence(fields)})
+    datasets.Dataset.from_dict({"messages": [stored]}, features=sequence).save_to_disk(tmp_path / "saved")
+    record = one(records(DataFile(str(tmp_path / "saved")), {}))
+    assert record["messages"] == kept
+    chat = chats().ChatTokenizer(tiny_model_folder)
+    (found,) = encode(record, chat, {})
+    assert chat.decode(found["tokens"][found["loss_mask"]], skip_special=False) == "42<|im_end|>"
 
 
 def test_a_turn_keeps_whether_it_is_trained_on(laid_out):
@@ -185,6 +265,7 @@ def test_labels_and_margins_that_are_text_are_read(laid_out):
         ({"instruction": "x", "output": "y", "system": 7}, {}, "`system` is 7, wanted text"),
         ({"messages": "[1, "}, {}, "`messages` is text that is no JSON list of messages"),
         ({"messages": "[" * 100_000}, {}, "`messages` is text that is no JSON list of messages"),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, {}, "`messages` is text .* half of a character"),
     ],
 )
 def test_a_record_that_does_not_fit_its_layout_is_told(laid_out, record, options, complaint):

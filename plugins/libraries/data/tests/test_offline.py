@@ -53,6 +53,26 @@ def make(tmp_path, chat):
     return make
 
 
+def test_every_validation_file_has_a_name_of_its_own(tmp_path, chat):
+    files, named = [], (("eval", ""), ("eval-2", ""), ("b/eval", ""), ("c/x", "eval"), ("c/y", "eval-1"))
+    for rows, (path, name) in enumerate(named, 1):
+        file = tmp_path / f"{path}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(record) + "\n" for record in numbered(rows)))
+        files.append(DataFile(str(file), name=name))
+    data = OfflineData(DataSection(files[:1], files), chat, 0, 0, encode=encode).prepare()
+    found = {name: sum(batch.sequences for batch in batches) for name, batches in data.validation(4).items()}
+    assert found == {"eval": 1, "eval-2": 2, "eval-2-2": 3, "eval-3": 4, "eval-1": 5}
+
+
+def test_a_split_of_a_file_that_has_none_is_refused_before_its_records_are_read(make, tmp_path, chat):
+    make(numbered(3))
+    section = DataSection([DataFile(str(tmp_path / "train.jsonl"), split="test")])
+    for use in (OfflineData.fingerprint, OfflineData.prepare):
+        with pytest.raises(DataError, match=r"train\.jsonl is one file, which has no splits, and `split` is 'test'"):
+            use(OfflineData(section, chat, 0, 0, encode=encode))
+
+
 def numbered(count, answers=("yes",)):
     return [{"n": str(n), "answers": list(answers)} for n in range(count)]
 

@@ -160,6 +160,9 @@ def test_all_turns_after_a_prompt_are_compared(chat):
             r"there is no prompt, and a response is a string; .* columns 'c', 'chosen', 'rejected'; .*algorithm.fields",
         ),
         ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
+        ({"prompt": "6*7?", "chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
+        ({"prompt": "sure?", "chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
+        ({"prompt": "6*7?", "chosen": "42", "rejected": [RIGHT]}, "are the same"),
         (
             {"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]},
             "from message 1 on, where one has user and the other user",
@@ -181,6 +184,39 @@ def test_all_turns_after_a_prompt_are_compared(chat):
 def test_records_that_will_not_do_are_refused(chat, record, complaint):
     with pytest.raises(DataError, match=complaint):
         encode_pair(record, chat, {})
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "6*7="}])
+def test_responses_that_are_the_same_are_refused_in_the_same_words_with_a_prompt_or_without(chat, prompt):
+    words = "the chosen and the rejected response are the same; wanted two that differ"
+    for options, said in (({"plain": True}, "a 42"), ({}, [USER, RIGHT])):
+        with pytest.raises(DataError, match=words):
+            encode_pair({**prompt, "chosen": said, "rejected": said}, chat, {}, **options)
+
+
+OPENS_THE_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if m.role == 'assistant' and loop.last }}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_responses_are_compared_in_the_form_in_which_the_model_writes_them_or_refused(tiny_model_folder):
+    chat = chats().ChatTokenizer(tiny_model_folder, OPENS_THE_LAST)
+    long = [RIGHT, MORE, YES]
+    with pytest.raises(DataError, match=r"rewrites history.*in pairs with a prompt that holds all turns but the last"):
+        encode_pair({"prompt": [USER], "chosen": long, "rejected": [WRONG]}, chat, {})
+    for prompt, chosen, learned in (([USER, *long[:2]], YES, "yes"), ([USER], RIGHT, "42")):
+        for after in ([], [MORE]):
+            _, _, found = shown(chat, {"prompt": prompt, "chosen": [chosen, *after], "rejected": [NO]})
+            assert found == [f"<think></think>{said}<|im_end|>" for said in (learned, "no")]
+
+
+def test_reasoning_of_an_earlier_trained_turn_that_the_template_leaves_out_is_refused(chat):
+    thinks = {**RIGHT, "reasoning_content": "Six sevens."}
+    for chosen in ([thinks], [thinks, MORE, YES], [thinks, MORE]):
+        with pytest.raises(DataError, match=r"leaves out the reasoning 'Six sevens\.'"):
+            encode_pair({"prompt": [USER], "chosen": chosen, "rejected": [NO]}, chat, {})
+    encode_pair({"prompt": [USER, thinks, MORE], "chosen": [YES], "rejected": [NO]}, chat, {})
 
 
 def test_graded_solutions_make_pairs(chat, shared_data):

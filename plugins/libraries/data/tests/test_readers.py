@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from whet.config.sections import DataFile
+from whet.config.sections import DataFile, DataSection
 from whet.errors import DataError
-from whet_data.readers import content_hash, format_words, read
+from whet_data.readers import content_hash, find_file, format_words, read
 
 RECORDS = [{"text": "one"}, {"text": "zwei \u65e5\u672c"}, {"text": "3", "n": [1, {"a": None}]}]
 
@@ -155,6 +155,20 @@ def test_a_hub_data_set_is_read(tmp_path, monkeypatch):
     ]
 
 
+def test_a_hub_data_set_is_validated_on_by_the_split_that_is_held_out(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets reads the hub")
+    one, two = (datasets.Dataset.from_list(records) for records in (RECORDS[:2], RECORDS[:1]))
+    held = {"train": one, "test": two}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, split: held if split is None else held[split])
+    (file,) = DataSection([DataFile("openai/gsm8k")], [DataFile("openai/gsm8k")]).validation
+    assert [(row.where, row.record) for row in read(file)] == [("openai/gsm8k[test]:0", RECORDS[0])]
+    assert content_hash(file) == content_hash(DataFile("openai/gsm8k", split="test"))
+    assert content_hash(DataFile("openai/gsm8k")) == content_hash(DataFile("openai/gsm8k", split="train"))
+    held["validation"] = one
+    with pytest.raises(DataError, match="gsm8k has the splits train, test, validation; wanted one of"):
+        read(file)
+
+
 def test_the_hash_follows_content_and_limit_but_not_the_place(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(lines(RECORDS))
@@ -205,6 +219,40 @@ def test_a_split_of_saved_splits_is_read(saved):
         records_of(saved / "splits", split="validation")
     with pytest.raises(DataError, match=r"has no split '\.\./one'"):
         records_of(saved / "splits", split="../one")
+
+
+def held_out(path, **options):
+    """Return a validation file as a config makes it."""
+    (file,) = DataSection([DataFile("a.jsonl")], [DataFile(str(path), **options)]).validation
+    return file
+
+
+def test_a_validation_file_without_a_split_reads_the_split_that_is_held_out(saved, tmp_path):
+    assert [row.record for row in read(held_out(saved / "splits"))] == RECORDS[:1]
+    assert format_words(held_out(saved / "splits")) == "a saved data set, split 'test'"
+    assert format_words(DataFile(str(saved / "splits"))) == "a saved data set, split 'train'"
+    (tmp_path / "train.jsonl").write_bytes(lines(RECORDS))
+    with pytest.raises(DataError, match="has the splits train; wanted one of `validation` and `test`"):
+        find_file(held_out(tmp_path))
+    assert find_file(held_out(tmp_path, split="train")) == tmp_path / "train.jsonl"
+    (tmp_path / "validation.csv").write_text("text\none\n")
+    assert [row.record for row in read(held_out(tmp_path))] == [{"text": "one"}]
+    assert format_words(held_out(tmp_path)) == "CSV, split 'validation'"
+    (tmp_path / "test.jsonl").write_bytes(lines(RECORDS))
+    with pytest.raises(DataError, match="has the splits test, train, validation; wanted one of"):
+        read(held_out(tmp_path))
+
+
+def test_a_split_or_a_subset_of_data_that_has_none_is_refused(saved, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(RECORDS))
+    for path, what in ((saved / "one", "one is a saved data set"), (tmp_path / "a.jsonl", r"a\.jsonl is one file")):
+        assert find_file(held_out(path)) == find_file(DataFile(str(path))) == path
+        for split in ("train", "test"):
+            with pytest.raises(DataError, match=f"{what}.*has no splits, and `split` is '{split}'"):
+                find_file(DataFile(str(path), split=split))
+        with pytest.raises(DataError, match="has no subsets, and `subset` is 'main'"):
+            find_file(DataFile(str(path), subset="main"))
+        assert records_of(path, split="test"), "the tasks of an environment may be one file"
 
 
 def test_the_hash_of_a_saved_data_set_follows_its_rows(saved, tmp_path):

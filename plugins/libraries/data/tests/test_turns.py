@@ -1,15 +1,19 @@
 """Records whose messages have tool calls and reasoning in fields, with the templates of models that write them."""
 
 import json
+import re
+from datetime import datetime
+from decimal import Decimal
 
 import jinja2
 import pytest
 
-from whet.config.sections import DataFile
+from whet.config.sections import DataFile, DataSection
 from whet.data.messages import Call, Message
 from whet.errors import DataError
 from whet.plugins.features import chats
 from whet_data.demonstrations import encode
+from whet_data.offline import OfflineData
 from whet_data.preferences import encode_pair
 from whet_data.readers import read
 from whet_data.turns import conversation_of, tools_of
@@ -117,6 +121,58 @@ def test_records_of_a_table_have_the_arguments_and_tools_of_the_same_records_as_
         assert trained(chat, one) == trained(chat, other)
 
 
+def test_calls_and_tools_that_a_library_stored_as_objects_of_lists_are_lists(chat):
+    call = {"id": ["c1"], "type": ["function"], "function": [CALL["function"]]}
+    messages = [ASKED, {**CALLS, "tool_calls": call}, TOLD, {**SAYS, "tool_calls": {"id": [], "function": []}}]
+    columns = {key: [message.get(key) for message in messages] for key in ("role", "content", *CALLS)}
+    tools = {"type": ["function"], "function": [ADD["function"]]}
+    wanted = {"messages": [ASKED, CALLS, TOLD, SAYS], "tools": [ADD]}
+    for given in (messages, columns):
+        assert conversation_of(given)[:2] == conversation_of(wanted["messages"])[:2]
+        assert trained(chat, {"messages": given, "tools": tools}) == trained(chat, wanted)
+    one = {"role": "user", "content": "3+4?"}
+    assert conversation_of(one) == conversation_of([one])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (datetime(2024, 1, 2), "Object of type datetime is not JSON"),
+        (Decimal("1.5"), "Object of type Decimal is not JSON"),
+        (b"1", "Object of type bytes is not JSON"),
+        (float("nan"), "Out of range float values are not JSON"),
+        (float("inf"), "Out of range float values are not JSON"),
+    ],
+)
+def test_a_value_that_json_cannot_hold_is_one_malformed_record(chat, value, words):
+    call = {"name": "book", "arguments": {"when": {"is": [value]}}}
+    tool = {"name": "book", "parameters": {"default": value}}
+    for record, what in (
+        ({"messages": [ASKED, {**CALLS, "tool_calls": [call]}]}, "the arguments of a call of 'book' are {'when': "),
+        ({"messages": [ASKED, SAYS], "tools": [tool]}, "a tool is {'type': "),
+    ):
+        with pytest.raises(DataError, match=f"{re.escape(what)}.*which JSON cannot hold: {words}.*as text"):
+            encode(record, chat, {})
+
+
+def test_a_date_in_a_call_of_a_table_is_counted_with_its_row(chat, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table
+    call = {"id": "c1", "function": {"name": "book", "arguments": {"when": datetime(2024, 1, 2)}}}
+    rows = [{"messages": [ASKED, {"role": "assistant", "content": "7", "tool_calls": calls}]} for calls in ([], [call])]
+    parquet.write_table(table.from_pylist(rows), tmp_path / "a.parquet")
+    section = DataSection([DataFile(str(tmp_path / "a.parquet"))], max_bad_records=0.5)
+    report = OfflineData(section, chat, 0, 0).prepare(lambda record, chat: encode(record, chat, {})).report
+    assert (report.records, report.sequences, report.malformed) == (2, 1, 1)
+    assert report.examples[0].startswith("a.parquet:row 2: the arguments of a call of 'book' are {'when': ")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": -Infinity}', '{"a": "\\ud800"}'])
+def test_arguments_as_text_are_json_that_any_reader_takes(chat, arguments):
+    with pytest.raises(DataError, match=r"the arguments of a call of 'add'.*(JSON cannot hold|half of a character)"):
+        encode({"messages": [ASKED, {**CALLS, "tool_calls": [{"name": "add", "arguments": arguments}]}]}, chat, {})
+
+
 def test_null_in_json_text_is_kept():
     tool = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
     assert tools_of(json.dumps([tool])) == tools_of([json.dumps(tool)]) == (json.dumps(tool),)
@@ -163,6 +219,35 @@ def test_what_a_template_leaves_out_is_refused(tiny_model_folder, record, words)
         pair = {"prompt": [ASKED], "chosen": [record["messages"][1]], "rejected": "8", "tools": record.get("tools")}
         with pytest.raises(DataError, match=words):
             encode_pair(pair, plain, {})
+
+
+THINKS = "<think>{{ m.reasoning_content }}</think>"
+
+
+@pytest.mark.parametrize(
+    ("shows", "is_refused"),
+    [
+        ("", True),
+        ("<think></think>", True),
+        ("<think>{{ m.reasoning_content[:60] }}</think>", True),
+        ("<think>{{ m.reasoning_content.split('\n')[-1] }}</think>", True),
+        (THINKS, False),
+        ("<think>{{ m.reasoning_content | trim | tojson }}</think>", False),
+    ],
+)
+def test_reasoning_that_the_template_leaves_out_is_refused_though_its_words_stand_elsewhere(
+    tiny_model_folder, shows, is_refused
+):
+    chat = chats().ChatTokenizer(tiny_model_folder, TEMPLATE.replace(THINKS, shows))
+    asked = {"role": "user", "content": "A whetstone costs 3 dollars and another one 4. What do both cost?"}
+    thinks = {"role": "assistant", "reasoning_content": asked["content"] + " I add:\n3 + 4 = 7.", "content": "7"}
+    pair = {"prompt": [asked], "chosen": [thinks], "rejected": "8"}
+    for record, encoder in (({"messages": [asked, thinks]}, encode), (pair, encode_pair)):
+        if not is_refused:
+            assert "I add:" in chat.decode(encoder(record, chat, {})[0]["tokens"])
+            continue
+        with pytest.raises(DataError, match="leaves out the reasoning 'A whetstone costs"):
+            encoder(record, chat, {})
 
 
 def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_in_the_tools(tiny_model_folder):

@@ -99,6 +99,13 @@ def test_temperature_0_takes_the_likeliest_with_its_logprob_at_1() -> None:
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
 
 
+def test_no_more_tokens_are_the_likeliest_than_the_vocabulary_has() -> None:
+    sampler, logits = Sampler([Sampling()] * 2, range(2), CPU), torch.randn(2, 5)
+    tokens, logprobs = sampler.likeliest(logits, 20)
+    assert torch.equal(tokens, logits.argsort(-1, descending=True))
+    assert logprobs.shape == (2, 5)
+
+
 def test_top_k_and_top_p_restrict_what_is_drawn_and_not_its_logprob() -> None:
     probabilities = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
     cases = {

@@ -1,18 +1,56 @@
 """A generator that serves one request after another keeps the contract of generators, with any engine."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.component import import_file
-from whet.errors import WeightSyncError, WhetError, WorkerError
-from whet.interfaces.workers import RoleContext
+from whet.component import import_file, import_path
+from whet.config.structure import unstructure
+from whet.data.records import Request, Sampling
+from whet.errors import PluginError, WeightSyncError, WhetError, WorkerError
+from whet.interfaces.workers import RoleContext, WorkerRank
 from whet_testing.contracts.generator import GeneratorContract
 from whet_testing.served import Subject
 
 PARTS: Any = import_file(str(Path(__file__).with_name("letters.py")))
+
+
+def worker(stream: list[Any]) -> Any:
+    class Worker(PARTS.LettersWorker):  # type: ignore[misc]
+        def continued(self, request: Request) -> Iterator[Any]:
+            yield from stream
+
+    config = {"config": unstructure(PARTS.Letters()), "config_type": import_path(PARTS.Letters)}
+    return Worker(WorkerRank("generator", 0, 1), model=None, **config)
+
+
+async def served(worker: Any, tokens: int = 9) -> Any:
+    request = Request("it", np.arange(3), Sampling(max_tokens=tokens), seed=0)
+    return [outcome async for (outcome,) in worker.generate([request])][-1]
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ([(97, -1.0)] * 3, "`continued` of Worker ended after 3 tokens; it must yield without end"),
+        ([], "ended after 0 tokens"),
+        ([(97, -1.0), (12.7, -1.0)], r"`continued` of Worker yielded 12\.7 \(float\) as token 1, wanted an integer"),
+        ([("a", -1.0)], r"yielded 'a' \(str\) as token 0"),
+    ],
+)
+def test_an_engine_that_breaks_the_contract_of_its_stream_is_named(stream: list[Any], words: str) -> None:
+    with pytest.raises(PluginError, match=words):
+        asyncio.run(asyncio.wait_for(served(worker(stream)), 10))
+
+
+def test_an_engine_may_yield_the_integers_of_numpy() -> None:
+    completion = asyncio.run(served(worker([(np.int32(97), -1.0)] * 4), tokens=4))
+    assert completion.tokens.tolist() == [97] * 4
 
 
 class TestOfLetters(GeneratorContract):

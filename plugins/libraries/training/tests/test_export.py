@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from whet_training import export
 
@@ -43,3 +44,45 @@ def test_several_writers_make_one_folder(tmp_path, monkeypatch):
         f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)
     ]
     assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in read(tmp_path).items())
+
+
+@pytest.fixture
+def padded(tiny_model_folder, tmp_path):
+    """Return a model folder with these added tokens, this padding token and this chat template, and its config."""
+
+    def make(pad, template, renamed=()):
+        folder = tmp_path / "model"
+        export.copy_companions(tiny_model_folder, folder)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        for kept in ("chat_template", "pad_token", "extra_special_tokens"):
+            settings.pop(kept, None)
+        settings |= {"pad_token": pad, "eos_token": "<|im_end|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "special_tokens_map.json").unlink(missing_ok=True)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+        config = PretrainedConfig(eos_token_id=list(renamed) or None, pad_token_id=None)
+        export.set_padding(config, folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert config.pad_token_id == tokenizer.pad_token_id
+        return tokenizer
+
+    return make
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("|>\n{% endfor", "|>{% endfor"), ""])
+def test_the_padding_token_ends_neither_a_conversation_nor_a_text_without_a_template(padded, template):
+    assert padded("<|im_end|>", template).pad_token not in ("<|im_end|>", None)
+
+
+def test_a_padding_token_that_ends_nothing_stays(padded):
+    assert padded("<|endoftext|>", CHATML).pad_token == "<|endoftext|>"
+
+
+def test_a_tokenizer_whose_special_tokens_all_end_texts_is_warned_of(padded, caplog):
+    assert padded("<|im_end|>", CHATML, renamed=(0, 1, 2)).pad_token == "<|im_end|>"
+    assert "none is left for padding" in caplog.text

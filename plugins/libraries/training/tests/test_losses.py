@@ -56,6 +56,32 @@ def test_a_sound_loss_is_weighed_and_normalised(batch: Batch) -> None:
         assert float(objective(Sum(), batch)[0]) == pytest.approx(4.0)
 
 
+class CountsNothing(Sum):
+    def counts(self, batch: Batch) -> Any:
+        return {"policy": 0}
+
+
+def test_a_term_with_a_sum_and_without_a_count_is_refused(batch: Batch) -> None:
+    with pytest.raises(WhetError, match="the term policy of the loss CountsNothing is 10 and its count is 0"):
+        objective(CountsNothing(), batch)
+
+    class Empty(CountsNothing):
+        def __call__(self, outputs: Any, batch: Batch) -> Any:
+            return LossResult({"policy": outputs["logprobs"].sum() * 0.0})
+
+    assert float(objective(Empty(), batch)[0].detach()) == 0
+
+
+def test_a_loss_that_counts_nothing_of_a_batch_to_train_on_is_warned_of_once(batch: Batch, caplog: Any) -> None:
+    worker = Worker()
+    assert worker._counts(CountsNothing(), batch.with_columns(loss_mask=np.zeros(batch.tokens, bool))) == {"policy": 0}
+    assert not caplog.messages, "nothing is to be trained"
+    for _ in range(2):
+        assert worker._counts(CountsNothing(), batch) == {"policy": 0}
+    (told,) = caplog.messages
+    assert "CountsNothing counts 0 in a batch with 5 tokens to train on" in told
+
+
 RESULTS = {
     "another term": (lambda sum: LossResult({"other": sum}), "returned the terms other, and has weights of policy"),
     "a number": (lambda sum: LossResult({"policy": sum.item()}), "the term policy .* is 10.0, wanted a tensor"),

@@ -3,7 +3,7 @@ import math
 import attrs
 import pytest
 
-from whet_training.schedule import ScheduleConfig, learning_rate
+from whet_training.schedule import ScheduleConfig, learning_rate, past_end, without_rate
 
 
 def rates(schedule: ScheduleConfig, steps: int = 10, total: int = 10) -> list[float]:
@@ -87,3 +87,27 @@ def test_a_warm_up_by_its_share_is_one_by_its_steps():
 def test_the_share_of_a_warm_up_is_rounded_up(steps, share, warmup):
     by_share = rates(ScheduleConfig(warmup_ratio=share, counted_from=0), steps, total=steps)
     assert by_share == rates(ScheduleConfig(warmup_steps=warmup, counted_from=0), steps, total=steps)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+def test_a_run_whose_steps_all_have_the_rate_0_is_warned_of(kind):
+    schedule = ScheduleConfig(kind)
+    assert rates(schedule, 1, 1) == [0.0]
+    assert "the learning rate of all steps is 0" in without_rate(schedule, 1)
+    assert not without_rate(schedule, 2)
+    for other in ({"min_ratio": 0.1}, {"counted_from": 0}, {"total_steps": 2}, {"kind": "constant"}):
+        assert not without_rate(attrs.evolve(schedule, **other), 1)
+    assert without_rate(ScheduleConfig("linear", warmup_steps=1, counted_from=0), 1)
+    assert not without_rate(schedule, 0), "the number of steps is not known"
+
+
+def test_a_step_after_those_that_were_stated_is_warned_of_if_the_schedule_ends_there():
+    schedule = ScheduleConfig("linear", min_ratio=0.25)
+    assert past_end(schedule, 10, 10) == ""
+    words = past_end(schedule, 11, 10)
+    assert "step 11 comes after the 10" in words
+    assert "0.25 times" in words
+    assert rates(schedule, 11)[-1] == 0.25 * 2.0
+    assert not past_end(attrs.evolve(schedule, kind="constant"), 11, 10)
+    assert not past_end(attrs.evolve(schedule, total_steps=5), 11, 10), "the config states the end"
+    assert not past_end(schedule, 11, 0), "the number of steps is not known"

@@ -153,6 +153,17 @@ def test_plain_completions_take_text_or_tokens() -> None:
         assert caught.value.param == "prompt"
 
 
+def test_more_likeliest_tokens_than_the_api_has_are_refused() -> None:
+    able = Rules(BASE, fixed=True, extras=frozenset({"likeliest"}))
+    assert read_text({"prompt": "a", "logprobs": 20}, able).likeliest == 20
+    with pytest.raises(ApiError) as caught:
+        read_text({"prompt": "a", "logprobs": 21}, able)
+    assert (caught.value.status, caught.value.param) == (400, "logprobs")
+    with pytest.raises(ApiError, match="set logprobs: true") as caught:
+        chat(able, top_logprobs=2)
+    assert (caught.value.status, caught.value.param) == (400, "top_logprobs")
+
+
 def test_what_no_request_can_do_without_cannot_be_ignored() -> None:
     assert check_ignored(["seed", "seed"]) == {"seed"}
     for names in (["messages"], ["prompt"], "seed"):

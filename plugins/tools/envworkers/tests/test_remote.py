@@ -241,5 +241,12 @@ def test_closing_ends_the_processes(no_orphans):
 
 def test_a_curriculum_in_processes_is_refused():
     section = structure({"use": "arithmetic", "worker": {}, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
-    with pytest.raises(ConfigError, match="curriculum"):
+    with pytest.raises(ConfigError, match=r"it has a curriculum \(`difficulty`, .*\), which processes would"):
         RemoteEnvironment(section, "it")
+
+
+def test_an_environment_that_keeps_a_state_is_not_called_a_curriculum(tmp_path):
+    lines = "reward_weights = {}\n    def state(self): return {}\n    def load(self, state): pass"
+    (tmp_path / "own.py").write_text(f"class Own:\n    def __init__(self, config): pass\n    {lines}\n")
+    worker = EnvironmentWorker(None, Spec(f"file:{tmp_path / 'own.py'}:Own"), "it", [], 0)
+    assert worker.about()["keeps"] == "a state (`state` and `load`)"

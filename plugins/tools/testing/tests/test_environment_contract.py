@@ -225,6 +225,48 @@ class PlaysByAnother(SingleTurn):
         return asyncio.ensure_future(super().run(task, model))
 
 
+class GradesLate(SingleTurn):
+    """Starts a grader that it does not await."""
+
+    late: "asyncio.Task[Any]"
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        reply = await model.reply(task.prompt)
+
+        async def grade() -> None:
+            await asyncio.sleep(0.01)
+            model.reward("late", 1.0)
+
+        self.late = asyncio.create_task(grade())
+        return {"correct": correct(reply.text, task.data)}
+
+
+class AsksLate(SingleTurn):
+    """Asks the model a question whose answer it does not await."""
+
+    late: "asyncio.Task[Any]"
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        reply = await model.reply(task.prompt)
+        self.late = asyncio.create_task(model.reply("And now?"))  # type: ignore[arg-type]
+        return {"correct": correct(reply.text, task.data)}
+
+
+class KeepsAPool(SingleTurn):
+    """Has a task that outlives its episodes."""
+
+    pool: "asyncio.Task[Any]"
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        self.pool = asyncio.create_task(asyncio.sleep(60))
+        return await super().run(task, model)
+
+
+class TestOfAnEnvironmentWithAPool(Sums):
+    def make(self) -> Any:
+        return KeepsAPool({"train": TASKS, "test": HELD_OUT}, {"correct": correct})
+
+
 class ClosedOnce(SingleTurn):
     closed = False
 
@@ -350,6 +392,16 @@ SILENT: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: two(HalfCurriculum),
         "test_a_curriculum_changes_tasks_and_not_the_split",
         r"it has a curriculum without the method `observe`, so a run would refuse it",
+    ),
+    "a grader that nobody awaits": (
+        lambda: two(GradesLate),
+        "test_an_episode_gives_finite_named_rewards",
+        r"a task that it started calls model.reward, which a run refuses; await the task before `run` returns",
+    ),
+    "a reply that nobody awaits": (
+        lambda: two(AsksLate),
+        "test_an_episode_gives_finite_named_rewards",
+        r"a task that it started calls model.reply, which a run refuses",
     ),
     "a hundredth of a second asleep": (
         lambda: sums(correct=hiding),

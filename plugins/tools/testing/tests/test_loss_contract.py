@@ -192,7 +192,26 @@ class LeakyMetric(PolicyGradient):
         return LossResult(result.terms, {"policy": metrics.mean(result.terms["policy"])})
 
 
+class NamedAsARun(PolicyGradient):
+    name = "reward/mean"
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        return LossResult(super().__call__(outputs, batch).terms, {self.name: metrics.mean(1.0)})
+
+
+class NamedAsABackend(NamedAsARun):
+    name = "grad_norm"
+
+
+class CountsNothing(PolicyGradient):
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"policy": torch.tensor(0)}
+
+
 MUTANTS: dict[type[PolicyGradient], str] = {
+    NamedAsARun: "test_metrics_have_names_that_a_run_does_not_use",
+    NamedAsABackend: "test_metrics_have_names_that_a_run_does_not_use",
+    CountsNothing: "test_a_term_that_counts_nothing_is_0",
     MeanOfTheMicroBatch: "test_value_and_gradient_do_not_depend_on_micro_batches",
     InOrder: "test_value_and_gradient_do_not_depend_on_order",
     Unmasked: "test_masked_tokens_get_no_gradient",

@@ -16,6 +16,8 @@ from whet_dpo.whole_config import whole_columns
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 LABELLED_FIELDS = ("prompt", "completion", "messages", "label", "chosen", "rejected")
 """The columns of a record of KTO: `prompt`, `completion` and `label`, or `messages` and `label`, or those of a pair."""
+TOOLS = "tools"
+"""The column with the tools of a record, beside those of its conversations."""
 
 
 def _known(*names: str) -> Any:
@@ -33,8 +35,8 @@ class DpoConfig:
 
     batch_size: int = field(default=32, validator=between(1, BATCH))
     """Pairs that one step consumes."""
-    fields: dict[str, str] = field(factory=dict, validator=_known(*PAIR_FIELDS))
-    """Names of the fields in the data where they are not `prompt`, `chosen` and `rejected`; e.g.
+    fields: dict[str, str] = field(factory=dict, validator=_known(*PAIR_FIELDS, TOOLS))
+    """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `tools`; e.g.
     `{prompt: question, chosen: better}`."""
     plain: bool = False
     """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
@@ -56,9 +58,9 @@ class KtoConfig:
 
     batch_size: int = field(default=64, validator=between(2, BATCH))
     """Records that one step consumes; at least two, since each borrows another's response for the baseline."""
-    fields: dict[str, str] = field(factory=dict, validator=_known(*LABELLED_FIELDS))
+    fields: dict[str, str] = field(factory=dict, validator=_known(*LABELLED_FIELDS, TOOLS))
     """Names of the fields in the data where they are not `prompt`, `completion` and `label`, or `messages` and `label`,
-    or those of a pair: `prompt`, `chosen` and `rejected`."""
+    or those of a pair: `prompt`, `chosen` and `rejected`; and of `tools`."""
     plain: bool = False
     """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
     it. Without a prompt, it is what both texts of a pair begin with."""

@@ -12,7 +12,7 @@ from whet.data.metrics import Metric, mean
 from whet.data.model_info import read_model
 from whet_dpo.baseline import kl_baseline
 from whet_dpo.config import KtoConfig, reads_baseline, source
-from whet_dpo.loss_config import BASELINE, REFERENCE
+from whet_dpo.loss_config import BASELINE, KINDS, REFERENCE
 from whet_dpo.reference import precomputed
 from whet_dpo.whole import WholeBatch
 from whet_ops.algorithms.offline_loop import offline_loop, read_data
@@ -49,7 +49,18 @@ class Kto:
                 batch = batch.with_columns(**{REFERENCE: scores})
             return whole(batch, step)
 
-        offline_loop(parts, data, config, prepare=prepare, derive=with_margins)
+        by_kinds = getattr(config.loss.config, "average", "") == "kinds"
+        offline_loop(parts, data, config, prepare=prepare, derive=with_margins, over_all=of_kinds if by_kinds else dict)
+
+
+def of_kinds(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of several batches with the loss of `average: kinds` over all of them.
+
+    A mean over batches would count half of the loss of a batch that has one kind of response.
+    """
+    if not metrics.keys() >= set(KINDS):
+        return dict(metrics)
+    return {**metrics, "loss": mean(sum(metrics[name].number() for name in KINDS) / len(KINDS))}
 
 
 def with_margins(metrics: Mapping[str, Metric]) -> dict[str, Metric]:

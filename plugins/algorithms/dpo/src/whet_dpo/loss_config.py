@@ -20,6 +20,8 @@ RESPONSE = "response_mask"
 """Column [N] of the tokens of a response, where the prompt before it is learned as well."""
 BASELINE = "kl_baseline"
 """Column [B] of the number that KTO compares scores with."""
+KINDS = ("loss/desirable", "loss/undesirable")
+"""Metrics of the losses with `average: kinds`: the mean over the desirable responses, and over the others."""
 POSITIVE = above(0, FACTOR)
 SHARE = below(0, 0.5)
 """The bounds of a share of labels that are wrong."""

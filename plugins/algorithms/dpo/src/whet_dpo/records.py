@@ -1,6 +1,6 @@
 """Turns records of a data file into sequences to compare."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from whet_data.turns import (
     with_fields,
     with_system,
 )
-from whet_dpo.config import LABELLED_FIELDS, DpoConfig, KtoConfig, reads_response_mask
+from whet_dpo.config import LABELLED_FIELDS, TOOLS, DpoConfig, KtoConfig, reads_response_mask
 from whet_dpo.loss_config import RESPONSE
 
 if TYPE_CHECKING:
@@ -30,12 +30,21 @@ if TYPE_CHECKING:
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":
     """Return the function that turns a record into two sequences to compare."""
     encode = encode_with_prompt if reads_response_mask(config.loss, model) else encode_pair
-    return partial(encode, names=config.fields, plain=config.plain)
+    return partial(_with_tools, encode, names=config.fields, plain=config.plain)
 
 
 def labelled_encoder(config: KtoConfig, model: "ModelInfo") -> "Encode":
     """Return the function that turns a record into sequences with labels."""
-    return partial(encode_labelled, names=config.fields, plain=config.plain)
+    return partial(_with_tools, encode_labelled, names=config.fields, plain=config.plain)
+
+
+def _with_tools(
+    encode: Callable[..., list[dict[str, Any]]], record: Mapping[str, Any], chat: Tokenizer, names: Mapping[str, str],
+    plain: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Encode a record whose tools stand in the column that `names` has for them."""
+    own = {TOOLS: record.get(names[TOOLS])} if TOOLS in names else {}
+    return encode({**record, **own}, chat, names, plain)
 
 
 def encode_with_prompt(
@@ -86,7 +95,8 @@ def encode_labelled(
         first = first if paired else before_response(whole)
         refuse_untrained(whole, first, response)
         whole, first = with_system(record, names, whole, first)
-        found = with_fields(record, chat, whole).training(whole, first=first)
+        shown = (whole[: i + 1] for i in range(first, len(whole)) if whole[i].role == "assistant")
+        found = with_fields(record, chat, *shown).training(whole, first=first)
     return [
         {
             "tokens": found.tokens,

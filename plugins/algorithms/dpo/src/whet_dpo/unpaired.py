@@ -10,7 +10,7 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
 from whet_dpo import formulas
-from whet_dpo.loss_config import BASELINE, REFERENCE, KtoLossConfig
+from whet_dpo.loss_config import BASELINE, KINDS, REFERENCE, KtoLossConfig
 from whet_dpo.pairwise import Responses, Scoring, logps_of, responses, rewards_of, right
 from whet_dpo.whole_config import SHIFT, BcoConfig
 from whet_ops.reductions import segment_sum
@@ -67,7 +67,13 @@ class ResponseLoss(Generic[Config]):
         losses = losses * torch.where(desirable, config.desirable_weight, config.undesirable_weight)
         kinds = self._of_terms(found.tokens > 0, desirable)
         terms = {name: torch.where(of, losses, 0.0).sum() for name, of in kinds.items()}
-        return LossResult(terms, self._metrics(found, even, batch))
+        metrics = self._metrics(found, even, batch)
+        if config.average == "kinds":
+            metrics |= {
+                name: mean(total.detach(), of.sum())
+                for name, total, of in zip(KINDS, terms.values(), kinds.values(), strict=True)
+            }
+        return LossResult(terms, metrics)
 
     def _metrics(self, found: Responses, even: Tensor, batch: Batch) -> dict[str, Metric]:
         """Return means over desirable responses, over other responses, and over the pairs."""

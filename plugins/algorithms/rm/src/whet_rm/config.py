@@ -12,8 +12,9 @@ from whet.plan.plan import facts_of
 from whet_data.preferences import PAIR_FIELDS
 
 MARGIN = "margin"
-FIELDS = (*PAIR_FIELDS, MARGIN)
-"""The columns of a record: those of a pair, and by how much its chosen response is better."""
+TOOLS = "tools"
+FIELDS = (*PAIR_FIELDS, MARGIN, TOOLS)
+"""The columns of a record: those of a pair, by how much its chosen response is better, and the tools of both."""
 
 
 def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
@@ -29,7 +30,7 @@ class RmConfig:
     batch_size: int = field(default=64, validator=between(1, BATCH))
     """Pairs that one step consumes."""
     fields: dict[str, str] = field(factory=dict, validator=_known)
-    """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `margin`; e.g.
+    """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected`, `margin` and `tools`; e.g.
     `{prompt: question, chosen: better}`."""
     plain: bool = False
     """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have

@@ -137,6 +137,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
         outputs_given=outputs_of(config.head, config.teacher),
         weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
         adapter=adapter_info(config.lora) if config.lora else None,
+        begins_with="lora.adapter" if config.lora and config.lora.adapter else "",
         ranks=config.parallel.least_ranks,
         problems=partial(_problems, config, model),
         transports=(IN_PLACE, "shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),

@@ -26,6 +26,7 @@ from whet_fsdp2.sorted_experts import hasten_experts
 from whet_fsdp2.varlen import kernel_for
 from whet_ops.logprobs import MATRIX, LogitRule
 from whet_training.layout import Layout, pack, places
+from whet_training.rotary import longest_alone as longest_alone
 
 log = logging.getLogger(__name__)
 
@@ -209,31 +210,18 @@ def _lay_out(root: AnyRoot, batch: Batch, wanted: str, expected: Any, context: A
     return "padded"
 
 
-def longest_alone(model: Any) -> int | None:
-    """Return the most tokens of a sequence whose positions do not depend on other sequences of its pass. None: any.
-
-    Beyond, rotary frequencies follow the longest sequence of the pass: `transformers` has one set of them for a pass.
-    """
-    settings = model.config.get_text_config()
-    rope = getattr(settings, "rope_parameters", None) or {}
-    limits = []
-    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # or a part for each kind of layer
-        if one.get("rope_type") == "longrope":
-            limits.append(int(one.get("original_max_position_embeddings", settings.max_position_embeddings)))
-        elif "dynamic" in str(one.get("rope_type")):
-            limits.append(int(settings.max_position_embeddings))
-    return min(limits, default=None)
-
-
 def _name_kernel(model: Any) -> None:
     """Print which kernel computes attention on a GPU, and why."""
     device = local(model.get_input_embeddings().weight).device
     if device.type == "cuda":
         settings = model.config.get_text_config()
-        size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-        kernel, why = kernel_for(device, compute_dtype(model), size)
-        words = why if kernel is not None else f"scaled_dot_product_attention by blocks, because {why}"
-        print(f"attention of packed rows: {words}", flush=True)
+        layers = getattr(settings, "per_layer_config", None) or [settings]
+        sizes = {getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads for one in layers}
+        for size in sorted(sizes):
+            kernel, why = kernel_for(device, compute_dtype(model), size)
+            words = why if kernel is not None else f"scaled_dot_product_attention by blocks, because {why}"
+            of = f", heads of {size}" if len(sizes) > 1 else ""
+            print(f"attention of packed rows{of}: {words}", flush=True)
 
 
 def _probe(model: Any) -> Batch:

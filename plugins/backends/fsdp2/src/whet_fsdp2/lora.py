@@ -9,7 +9,9 @@ manages them. Each rank computes the gradient of the part that it uses: its batc
 A, its experts. The other parts are zero, so the gradient is the sum over all ranks, whatever the parallelism.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Slice, slice_o
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import full
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
-from whet_training.lora import VALUE_HEAD, AdapterSets, drawn_a, read_start, refuse_others
-from whet_training.lora_config import LoraConfig, chosen
+from whet_training.lora import VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
+from whet_training.lora_config import LoraConfig, chosen, matches
 from whet_weights import adapter as peft
+
+logger = logging.getLogger(__name__)
 
 
 class Adapters(AdapterSets):
@@ -34,7 +38,7 @@ class Adapters(AdapterSets):
     def __init__(self, model: Any, config: LoraConfig, seed: int, head: str = "lm") -> None:
         """Freeze the model, and add an adapter to each target. Call it before layers are sharded or wrapped.
 
-        Raises `ConfigError` if a target matches nothing.
+        Raises `ConfigError` if a target matches nothing, or the model has nothing to adapt.
         """
         model.requires_grad_(False)
         super().__init__(config, seed)
@@ -47,6 +51,8 @@ class Adapters(AdapterSets):
         self.experts = find_experts(model) if config.experts else {}
         if config.experts and not self.experts:
             raise ConfigError(f"backend.lora.experts: {type(model).__name__} has no stacked weights of experts")
+        if not self.linears and not self.experts:
+            raise ConfigError(_nothing_to_adapt(model))
         for name, linear in self.linears.items():
             part = self._add(f"{name}.weight", name, linear.weight)
             wrap(linear, partial(LinearForward, self, f"{name}.weight", part))
@@ -88,6 +94,31 @@ class Adapters(AdapterSets):
     def _values(self, hidden: Tensor) -> Tensor:
         assert self.head is not None
         return F.linear(hidden.float(), self.head)
+
+    def at(self, weight: str) -> Pair | None:
+        """Return the adapter of a weight. None: it has none, or the model computes without adapters."""
+        return None if self._chosen is None else self._chosen.get(weight)
+
+    @contextmanager
+    def only_called(self) -> Iterator[None]:
+        """Leave out the adapters of modules that no forward pass meanwhile calls: the model reads their weights itself.
+
+        Of the modules of a layer that differ in a number (experts, of which tokens choose a few), one stands for all.
+        Raises `ConfigError` if a target keeps no adapter, or if an adapter that the run starts from would be lost.
+        """
+        modules = {**self.linears, **{name: module for name, (module, _) in self.experts.items()}}
+        called: set[str] = set()
+        # A hook ends itself, so that none is left where layers are compiled.
+        hooks = {name: module.register_forward_pre_hook(_once(name, called)) for name, module in modules.items()}
+        for name, hook in hooks.items():
+            _HANDLES.setdefault(name, hook)
+        try:
+            yield
+        finally:
+            for hook in hooks.values():
+                hook.remove()
+        kinds = {_in_layer(name) for name in called}
+        self._leave_out([name for name in modules if _in_layer(name) not in kinds])
 
     def allocate(self, *, start: bool) -> None:
         """Replace all adapters by new tensors without values: fake ones in a trace. `start`: a copy of them is held."""

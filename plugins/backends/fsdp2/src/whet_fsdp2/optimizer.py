@@ -18,6 +18,7 @@ from whet_fsdp2.sharding import like, local
 from whet_fsdp2.weights import PolicyWeights
 from whet_training.schedule import ScheduleConfig, learning_rate, past_end, without_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
+from whet_weights.vectors import is_vector
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +236,7 @@ def _groups(
     own = {}
     for name, weight in trained.items():
         peak = optimizer.lr if kinds[name] != "muon" or optimizer.muon.lr is None else optimizer.muon.lr
-        own[name] = Rates(peak, optimizer.weight_decay if weight.ndim >= 2 else 0.0)
+        own[name] = Rates(peak, 0.0 if is_vector(name, weight.ndim) else optimizer.weight_decay)
     refuse_unmatched(trained, optimizer.groups)
     found: dict[tuple[str, float, float], list[Tensor]] = {}
     for name, of in rates(own, optimizer.groups).items():

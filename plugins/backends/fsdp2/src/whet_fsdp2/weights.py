@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import copies, full, is_split, kept_in_float32, local, partial_names, sum_partial, tensor_group
+from whet_weights.vectors import is_vector
 
 NORM_PIECE: Final = 1 << 21
 """Numbers of a gradient whose norm is computed at a time, because on CPUs a copy in float64 is made of them."""
@@ -93,7 +94,7 @@ class PolicyWeights:
         return [local(gradient) for gradient in found if gradient is not None]
 
     def matrices(self) -> set[str]:
-        """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+        """Return the names of the matrices in the layers: see the function `matrices`."""
         return matrices(self.root)
 
     def square_of_norm(self) -> Tensor:
@@ -149,13 +150,19 @@ def _add_into(master: Tensor) -> Any:
 
 
 def matrices(root: AnyRoot) -> set[str]:
-    """Return the names of the matrices in the layers: all 2-D weights but embeddings and heads."""
+    """Return the names of the matrices in the layers: the weights of linear layers and of routers, but of no head.
+
+    Other parameters of two dimensions are stacked vectors (biases of experts, norms of heads) or stacked experts.
+    """
     model = root.model
     head = model.get_output_embeddings()
     outer = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     others = {id(parameter) for module in outer for parameter in module.parameters()}
     inside = {id(parameter) for parameter in model.base_model.parameters() if parameter.ndim == 2} - others
-    return {name for name, parameter in model.named_parameters() if id(parameter) in inside}
+    return {
+        name for name, parameter in model.named_parameters()
+        if id(parameter) in inside and name.endswith(".weight") and not is_vector(name, 2)
+    }  # fmt: skip
 
 
 def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:

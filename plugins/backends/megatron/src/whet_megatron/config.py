@@ -120,6 +120,7 @@ def facts(config: MegatronConfig, model: ModelInfo) -> BackendFacts:
         outputs_given=outputs_of(config.head, config.teacher),
         weights_given=frozenset(held | ({"reference", "base", "trial"} if config.lora else set())),
         adapter=adapter_info(config.lora) if config.lora else None,
+        begins_with="load" if config.load else "lora.adapter" if config.lora and config.lora.adapter else "",
         ranks=config.parallel.least_ranks,
         problems=partial(problems, config, model),
         senders=config.parallel.senders,

@@ -12,6 +12,7 @@ from whet_megatron.model import HeldModel
 from whet_megatron.torch_adamw import begin, count, own_steps, torch_adamw
 from whet_training.schedule import learning_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
+from whet_weights.vectors import is_vector
 
 
 class Stepper:
@@ -40,7 +41,7 @@ class Stepper:
         refuse_unmatched(sorted(self._model.trained_names), of.groups)
         members: dict[Rates, set[int]] = {}
         for name, parameter in self._model.trained():
-            own = Rates(of.lr, of.weight_decay if parameter.ndim >= 2 else 0.0)
+            own = Rates(of.lr, 0.0 if is_vector(name, parameter.ndim) else of.weight_decay)
             members.setdefault(rates({name: own}, of.groups)[name], set()).add(id(parameter))
 
         def key(number: int, ids: set[int]) -> Any:

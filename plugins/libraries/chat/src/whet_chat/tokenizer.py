@@ -11,6 +11,7 @@ without one of them rewrites history: `continuation` raises, and a new sequence 
 
 import copy
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -207,14 +208,16 @@ class ChatTokenizer:
         """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.
 
         `train_on` chooses the turns; `first` is the first message that may be trained on. The first trained turn comes
-        after exactly the tokens that `prompt` returns for it, and each further one after the same text. Where the
-        template writes no end-of-turn token, the token that opens the next message counts, if it is one of
-        `stop_tokens`; the last turn ends in the same one, or in the tokenizer's end token. Raises `DataError` if there
-        is no turn to train on, or the template rewrites history.
+        after exactly the tokens that `prompt` returns for it, and each further one after the same text. Messages after
+        the last turn are left out. Where the template writes no end-of-turn token, the token that opens the next
+        message counts, if it is one of `stop_tokens`; the last turn ends in the same one, or in the tokenizer's end
+        token. Raises `DataError` if there is no turn to train on, and `RewrittenHistory` if the template renders a turn
+        otherwise than it does when the turn is last.
         """
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
         if not turns:
             raise DataError(f"there is no message of the assistant to train on among {len(conversation)} messages")
+        conversation = conversation[: turns[-1] + 1]  # a template may render a turn otherwise before a later message
         whole = self.render(conversation)
         chosen = turns[-1:] if train_on == "last" else turns
         spans: list[tuple[int, int]] = []
@@ -223,7 +226,7 @@ class ChatTokenizer:
             spans.append(self._turn(conversation, i, whole, stop))
             stop = stop or self._stop_at_end(whole[slice(*spans[-1])], conversation[i])
         begin, end = spans[-1]
-        if chosen[-1] + 1 == len(conversation) and not whole[begin:end].endswith(self._stop_texts):
+        if not whole[begin:end].endswith(self._stop_texts):
             stop = self._next_opening(conversation[-1]) or self._eos_text
             whole, spans[-1] = whole[:end] + stop + whole[end:], (begin, end + len(stop))
         return self._masked(whole, spans)
@@ -292,12 +295,14 @@ class ChatTokenizer:
             closed = max(closed, _end_of(conversation[index].text, answered, begin) or 0)
             is_closed = whole[begin:closed].endswith(self._stop_texts)
             return begin, closed if is_closed else closed + len(self._stop_at(whole, closed))
-        # A later message changed how the template closes this turn. Then the turn's words must be in the text. How the
-        # template writes calls and reasoning is not known here.
+        # A later message changed how the template closes this turn. Then the turn begins with its words both here and
+        # where it is last: a template may write an empty block of reasoning before them only there. How the template
+        # writes calls and reasoning is not known here.
         message = conversation[index]
-        end = None if message.calls or message.reasoning else _end_of(message.text, whole, len(asked))
-        if end is None:
-            raise _rewritten(asked + message.text, whole)
+        alone, end = (_end_of(message.text, text, len(asked)) for text in (answered, whole))
+        is_text = message.text.strip() and not message.calls and not message.reasoning
+        if not is_text or not answered.startswith(asked) or alone is None or end is None:
+            raise _rewritten(answered, whole)
         return len(asked), end + len(self._stop_at(whole, end))
 
     def _next_opening(self, message: Message) -> str:
@@ -448,13 +453,14 @@ def _end_of(text: str, rendered: str, begin: int) -> int | None:
 
 def _rewritten(history: str, rendered: str) -> RewrittenHistory:
     common = min(len(history), len(rendered))
-    at = next((i for i in range(common) if history[i] != rendered[i]), common)
+    at = bisect_left(range(common), True, key=lambda i: history[: i + 1] != rendered[: i + 1])
     begin = max(0, at - 40)
     return RewrittenHistory(
         "the chat template rewrites history, so tokens that the model has seen would change under it. "
         f"History has {history[begin : at + 40]!r} where the longer conversation has "
         f"{rendered[begin : at + 40]!r}; they part at character {at}. Use a template that only appends "
-        "(model.chat_template), or train on the last turn only"
+        "(model.chat_template), or train on the last turn only: in SFT with `train_on: last`, in pairs with a prompt "
+        "that holds all turns but the last"
     )
 
 

@@ -82,9 +82,9 @@ def _turns(
 ) -> list[Trainable]:  # fmt: skip
     """Return sequences in which each turn of the assistant is trained once, from message `first` on.
 
-    A sequence has as many turns as follow each other without a change of what stands before them. A turn that the
-    template renders otherwise later is trained in a sequence that ends before, as the model will write it. Turns that
-    are `left_out` (places from the end) are not trained; a sequence ends before such a turn, or begins after it.
+    A sequence ends with the last turn that it trains. It has as many turns as the template renders in it as it does
+    where each is last. So each turn is trained as the model will write it, whatever messages follow it. Turns that are
+    `left_out` (places from the end) are not trained; a sequence ends before such a turn, or begins after it.
     """
     turns = [i for i, message in enumerate(whole) if message.role == "assistant" and i >= first]
     trained = [i for i in turns if i - len(whole) not in left_out]
@@ -93,12 +93,11 @@ def _turns(
         raise DataError(f"{which} of the assistant has `weight: 0` or `train: false`, so there is none to train on")
     chat = with_fields(record, chat, *(whole[: i + 1] for i in trained))
     if train_on == "last" or len(turns) < 2:
-        return [chat.training(whole, train_on, first)]
+        return [chat.training(whole, train_on, first)]  # it leaves out what follows the last turn
     found = []
     for run in (list(run) for is_trained, run in itertools.groupby(turns, trained.__contains__) if is_trained):
-        shown = whole if run[-1] == turns[-1] else whole[: run[-1] + 1]
         while run:
-            one, count = _longest(shown, chat, run)
+            one, count = _longest(whole[: run[-1] + 1], chat, run)
             found.append(one)
             run = run[count:]
     return found
@@ -113,7 +112,7 @@ def _longest(whole: Conversation, chat: Tokenizer, turns: Sequence[int]) -> tupl
             raise
     found, fits, fails = chat.training(whole[: turns[0] + 1], first=turns[0]), 1, len(turns)
     while fails - fits > 1:
-        count = (fits + fails) // 2
+        count = min(2 * fits, (fits + fails) // 2)  # most often few fit, so few are tried first
         try:
             found, fits = chat.training(whole[: turns[count - 1] + 1], first=turns[0]), count
         except RewrittenHistory:

@@ -8,7 +8,6 @@ The result has `messages`, or `prompt` and `completion`. Preference data has `pr
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from attrs import evolve, frozen
 
 from whet.config.sections import DataFile
 from whet.errors import DataError
-from whet_data.readers import Row, format_words, read
-from whet_data.turns import BESIDE
+from whet_data.readers import Row, find_file, format_of, format_words, read
+from whet_data.turns import BESIDE, TurnsInText, from_json, listed
 
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
@@ -32,6 +31,8 @@ LABELS = {
     "true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False,
 }  # fmt: skip
 """Labels by their text, for files that have only text."""
+TABLES = ("csv", "tsv", "parquet", "saved", "hub")
+"""Formats of tables. Only there may a prompt or a response be the JSON text of its turns."""
 FIRST_RECORDS = 20
 """Number of records of a data file that a check looks at."""
 
@@ -117,7 +118,7 @@ def _laid_out(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str
         if column in file.fields.values() and column not in (*file.fields, *names.values()):
             record.pop(column, None)  # the file gives it another meaning
     for name in CONVERSATIONS:
-        _read_turns(record, names.get(name, name), name)
+        _read_turns(record, names.get(name, name), name, file)
     for name, read_text in (("label", _label), ("margin", _number)):
         own = names.get(name, name)
         if isinstance(record.get(own), str):
@@ -144,21 +145,27 @@ def _written(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
-    """Replace turns with `from` and `value`, and turns written as JSON text, with messages, in place."""
-    value = record.get(column)
+def _read_turns(record: dict[str, Any], column: str, name: str, file: DataFile) -> None:
+    """Replace turns with `from` and `value`, turns written as JSON text, and an object of lists with messages, in
+    place.
+    """
+    if column not in record:
+        return
+    value = record[column] = listed(record[column])
     if isinstance(value, str) and name not in ("messages", "conversations"):
         found = _turns(value) or ()  # a text may be JSON, too
         known = all(turn.get("role") in (None, *SPEAKERS.values()) for turn in found)
-        value = record[column] = found if found and known else value
+        if found and known and format_of(file, find_file(file)) in TABLES:
+            value = record[column] = TurnsInText(found, value)
     if isinstance(value, str) and name in ("messages", "conversations") and value.lstrip()[:1] == "[":
         try:
-            value = record[column] = json.loads(value)
+            value = record[column] = from_json(value)
         except (ValueError, RecursionError) as error:
             raise DataError(f"the column `{column}` is text that is no JSON list of messages: {error}") from error
-    turns = _turns(value)
+    turns = None if isinstance(value, str) else _turns(value)
     if turns is not None and name != "conversations" and any("from" in turn for turn in turns):
-        record[column] = [_message(turn) for turn in turns]
+        messages = [_message(turn) for turn in turns]
+        record[column] = TurnsInText(messages, value.text) if isinstance(value, TurnsInText) else messages
 
 
 def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
@@ -167,9 +174,10 @@ def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
-            value = json.loads(value)
+            value = from_json(value)
         except (ValueError, RecursionError):
             return None
+    value = listed(value)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(turn, Mapping) for turn in value):

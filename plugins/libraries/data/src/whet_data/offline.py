@@ -31,7 +31,7 @@ from whet.interfaces.chat import Tokenizer
 from whet.interfaces.data import Encode
 from whet_data.layouts import records
 from whet_data.mixture import Mixture, mixture
-from whet_data.readers import Row, content_hash
+from whet_data.readers import Row, content_hash, find_file
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,8 @@ class OfflineData:
 
     def _read(self, name: str, files: Sequence[DataFile], encode: Encode) -> "Part":
         report, columns = DataReport(), Columns()
+        for file in files:
+            find_file(file)  # raises the error if it cannot be what the config says
         said, sizes = time.monotonic(), [0] * len(files)
         for i, row in ((i, row) for i, file in enumerate(files) for row in records(file, self._names)):
             report.records += 1
@@ -238,11 +240,16 @@ class OfflineData:
 
 
 def names_of(files: Sequence[DataFile]) -> tuple[str, ...]:
-    """Return the names of files in metrics. A file with the name of an earlier file also has its position."""
+    """Return the names of files in metrics, all different. A file with the name of an earlier file also has its
+    position.
+    """
+    wanted = [file.name or PurePath(file.path).name.partition(".")[0] or "file" for file in files]
     names = dict[str, None]()
-    for place, file in enumerate(files):
-        name = file.name or PurePath(file.path).name.partition(".")[0] or "file"
-        names[f"{name}-{place}" if name in names else name] = None
+    for place, name in enumerate(wanted):
+        made = name
+        while made in names or (made != name and made in wanted):
+            made = f"{made}-{place}"
+        names[made] = None
     return tuple(names)
 
 
@@ -276,7 +283,7 @@ class Part:
     def files(self, size: int) -> "dict[str, list[Batch]]":
         """Return the units of each file that has any, by its name, in batches of `size`."""
         ends = np.cumsum(self.sizes).tolist()
-        spans = zip(self.names, [0, *ends], ends, strict=False)
+        spans = zip(self.names, [0, *ends][:-1], ends, strict=True)
         return {name: self.batches(size, first, end) for name, first, end in spans if end > first}
 
     def take(self, units: Any) -> Batch:

@@ -11,6 +11,8 @@ from whet_data.turns import conversation_of, joined, refuse_untrained, text_of, 
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair. Without `prompt`, the other two are whole conversations, or with `plain` whole texts."""
+SAME = "the chosen and the rejected response are the same; wanted two that differ: leave out the pair"
+"""Why a pair of equal responses is refused: it shows no preference."""
 
 
 def encode_pair(
@@ -27,7 +29,8 @@ def encode_pair(
         found = [chat.training_completion(prompt, text) for text in texts]
     else:
         chosen, rejected, first = pair_conversations(record, names)
-        chat = with_fields(record, chat, chosen, rejected)
+        turns = [(whole, i) for whole in (chosen, rejected) for i in range(first, len(whole))]
+        chat = with_fields(record, chat, *(whole[: i + 1] for whole, i in turns if whole[i].role == "assistant"))
         found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
     return [
         {"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length, "chosen": is_chosen}
@@ -65,10 +68,10 @@ def pair_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str
     """
     prompt, chosen, rejected = _given(record, names)
     one, other = text_of(chosen), text_of(rejected)
+    if one == other:
+        raise DataError(SAME)
     if prompt is not None:
         return text_of(prompt), one, other
-    if one == other:
-        raise DataError("both texts are the same; wanted two that begin alike and differ in a response")
     length = _common(one, other)
     while length and not one[length - 1].isspace():
         length -= 1
@@ -97,6 +100,8 @@ def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversatio
     """Return both conversations, and how many of their messages are the prompt."""
     asked = () if prompt is None else conversation_of(prompt)
     (one, first), (other, second) = (joined(asked, response) for response in (chosen, rejected))
+    if one == other:
+        raise DataError(SAME)
     if prompt is not None and first is not None and second is not None:
         return one, other, first
     if prompt is not None and (first, second) != (None, None):
@@ -104,8 +109,6 @@ def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversatio
             "one response is a whole conversation that begins otherwise than the prompt, and the other response "
             "follows the prompt; wanted two of the same kind"
         )
-    if one == other:
-        raise DataError("both conversations are the same; wanted two that begin alike and differ in a response")
     first = _common(one, other)
     roles = [whole[first].role if first < len(whole) else "nothing" for whole in (one, other)]
     if roles != ["assistant", "assistant"]:

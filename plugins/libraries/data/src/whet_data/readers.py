@@ -11,14 +11,14 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from whet.config.sections import DataFile
+from whet.config.sections import HELD_OUT, DataFile
 from whet.errors import DataError, in_words
 from whet_data.tables import DELIMITERS, delimiter_of, read_table
 
@@ -52,7 +52,10 @@ class Row:
 
 
 def read(file: DataFile) -> Iterator[Row]:
-    """Return the rows of a file, folder or hub data set, in order. Raises `DataError` if it cannot be read at all."""
+    """Return the rows of a file, folder or hub data set, in order. Raises `DataError` if it cannot be read at all.
+
+    Data without splits is read as a whole, whichever split is asked for: the tasks of an environment may be one file.
+    """
     rows = _rows(file)
     return itertools.islice(rows, file.limit) if file.limit else rows
 
@@ -62,7 +65,7 @@ def content_hash(file: DataFile) -> str:
     digest = blake2b(f"{file.limit}:".encode(), digest_size=16)
     path = find_file(file)
     if path is None:
-        digest.update(str(_hub(file)._fingerprint).encode())
+        digest.update(str(_hub(file)[1]._fingerprint).encode())
     for each in sorted(path.glob("*.arrow")) if path and path.is_dir() else [path] if path else []:
         with _opened(each, packed=True) as stream:
             while block := stream.read(1 << 20):
@@ -71,10 +74,11 @@ def content_hash(file: DataFile) -> str:
 
 
 def _rows(file: DataFile) -> Iterator[Row]:
-    path = find_file(file)
+    path = _place(file)
     if path is None:
-        hub = enumerate(_hub(file).with_format(None))
-        return (_checked(f"{file.path}[{file.split}]:{number}", record) for number, record in hub)
+        split, hub = _hub(file)
+        rows = enumerate(hub.with_format(None))
+        return (_checked(f"{file.path}[{split}]:{number}", record) for number, record in rows)
     match format_of(file, path):
         case "saved":
             return _saved(path)
@@ -98,8 +102,15 @@ def format_of(file: DataFile, path: Path | None) -> str:
 
 
 def format_words(file: DataFile) -> str:
-    """Return the format of a file as text for people, e.g. `CSV with semicolons`."""
+    """Return the format of a file as text for people, e.g. `CSV with semicolons`, and its split where it has some."""
     path = find_file(file)
+    words = _format_words(file, path)
+    if path is None or path == Path(file.path).expanduser():
+        return words
+    return f"{words}, split {path.name if path.is_dir() else _stem(path)!r}"
+
+
+def _format_words(file: DataFile, path: Path | None) -> str:
     kind = format_of(file, path)
     if path is not None and kind == "csv":
         with _opened(path) as stream:
@@ -111,8 +122,18 @@ def format_words(file: DataFile) -> str:
 
 def find_file(file: DataFile) -> Path | None:
     """Return the path of a data file or of a saved data set's folder. None: it is a name on the hub. Raises
-    `DataError`.
+    `DataError`, also if the file names a split or a subset and the data has none.
     """
+    path = _place(file)
+    if path is not None and file.subset:
+        raise DataError(f"{file.path} has no subsets, and `subset` is {file.subset!r}; leave `subset` out")
+    if path is not None and path == Path(file.path).expanduser() and file.split not in ("", HELD_OUT):
+        what = "a saved data set of its own" if path.is_dir() else "one file"
+        raise DataError(f"{file.path} is {what}, which has no splits, and `split` is {file.split!r}; leave `split` out")
+    return path
+
+
+def _place(file: DataFile) -> Path | None:
     if file.format == "hub":
         return None
     path = Path(file.path).expanduser()
@@ -132,23 +153,43 @@ def find_file(file: DataFile) -> Path | None:
 
 def _in_folder(file: DataFile, path: Path) -> Path:
     if (path / SAVED_SPLITS).is_file():
-        if (path / file.split / SAVED).is_file() and "/" not in file.split:
-            return path / file.split
-        held = ", ".join(sorted(one.name for one in path.iterdir() if (one / SAVED).is_file())) or "none"
-        raise DataError(f"the saved data set {file.path} has no split {file.split!r}; it has {held}")
+        splits = sorted(one.name for one in path.iterdir() if (one / SAVED).is_file())
+        if (split := _split(file, splits)) in splits:
+            return path / split
+        raise DataError(f"the saved data set {file.path} has no split {split!r}; it has {', '.join(splits) or 'none'}")
     if (path / SAVED).is_file() and (path / SAVED_INFO).is_file():
         return path
     if file.format == "saved":
         raise DataError(f"the folder {file.path} has no {SAVED} or {SAVED_SPLITS}, so `save_to_disk` did not write it")
     suffixes = FORMATS.get(file.format, SUFFIXES)
-    found = [path / f"{file.split}{suffix}" for suffix in suffixes if (path / f"{file.split}{suffix}").is_file()]
+    files = sorted(one for one in path.iterdir() if one.name.endswith(suffixes) and one.is_file())
+    split = _split(file, sorted({_stem(one) for one in files}))
+    found = [path / f"{split}{suffix}" for suffix in suffixes if path / f"{split}{suffix}" in files]
     if len(found) == 1:
         return found[0]
     if found:
         names = " and ".join(one.name for one in found)
-        raise DataError(f"the folder {file.path} has {names} for the split {file.split!r}; wanted one of them")
+        raise DataError(f"the folder {file.path} has {names} for the split {split!r}; wanted one of them")
     held = ", ".join(sorted(one.name for one in path.iterdir() if one.name.endswith(SUFFIXES))) or "no data file"
-    raise DataError(f"the folder {file.path} has no file for the split {file.split!r}; it has {held}")
+    raise DataError(f"the folder {file.path} has no file for the split {split!r}; it has {held}")
+
+
+def _split(file: DataFile, splits: Collection[str]) -> str:
+    """Return the split to read of data that has these. Raises `DataError` if it must be named, and is not."""
+    if file.split != HELD_OUT:
+        return file.split or "train"
+    found = [name for name in ("validation", "test") if name in splits]
+    if len(found) == 1:
+        return found[0]
+    raise DataError(
+        f"{file.path} has the splits {', '.join(splits) or 'none'}; wanted one of `validation` and `test` to validate "
+        "on, or a key `split` that names the split"
+    )
+
+
+def _stem(path: Path) -> str:
+    """Return the name of a file without the ending that tells its format."""
+    return next(path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix))
 
 
 def _opened(path: Path, packed: bool = False) -> gzip.GzipFile | io.BufferedReader:
@@ -271,16 +312,23 @@ def _saved(path: Path) -> Iterator[Row]:
         raise DataError(f"the saved data set {path} cannot be read: {in_words(error)}") from error
 
 
-def _hub(file: DataFile) -> Any:
+def _hub(file: DataFile) -> tuple[str, Any]:
+    """Return the split of a hub data set that is to be read, and its records."""
     datasets = _optional("datasets", f"{file.path!r} is no local file, so it is taken for a name on the hub")
     load: Callable[..., Any] = datasets.load_dataset
+    split = None if file.split == HELD_OUT else _split(file, ())
     try:
-        return load(file.path, file.subset or None, split=file.split)
+        found = load(file.path, file.subset or None, split=split)
     except Exception as error:  # any type: from the library, the network or the data set
+        named = f" (split {split!r})" if split else ""
         raise DataError(
-            f"the data set {file.path!r} (split {file.split!r}) cannot be loaded from the hub: {error}. If a local "
-            "file is meant: it does not exist"
+            f"the data set {file.path!r}{named} cannot be loaded from the hub: {error}. If a local file is meant: it "
+            "does not exist"
         ) from error
+    if split is None:
+        split = _split(file, found)
+        found = found[split]
+    return split, found
 
 
 def _optional(module: str, why: str) -> Any:

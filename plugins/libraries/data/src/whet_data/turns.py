@@ -28,8 +28,17 @@ BESIDE = ("system", "images", "image")
 """Columns beside the conversation of a record: the text of its system message, and images, which no model reads yet."""
 
 
+class TurnsInText(list[Any]):
+    """Turns that were read from the text of a table's cell. Without a chat template, the text counts."""
+
+    def __init__(self, turns: Iterable[Any], text: str) -> None:
+        super().__init__(turns)
+        self.text = text
+
+
 def conversation_of(value: Any) -> Conversation:
     """Return the conversation in a column: a string (one user message), or a list of messages. Raises `DataError`."""
+    value = _items(value)
     if isinstance(value, str) or not isinstance(value, Iterable):
         return conversation(value)
     return tuple(_message(item) if isinstance(item, Mapping) else conversation([item])[0] for item in value)
@@ -37,6 +46,7 @@ def conversation_of(value: Any) -> Conversation:
 
 def text_of(value: Any) -> str:
     """Return the text in a column that is trained on without a chat template. Raises `DataError`."""
+    value = value.text if isinstance(value, TurnsInText) else value
     if not isinstance(value, str) or not value:
         raise DataError(f"a text must be a string that is not empty, found {value!r:.120}")
     return value
@@ -84,7 +94,7 @@ def untrained(value: Any) -> list[int]:
 
     They have `weight: 0`, as in OpenAI's format, or `train: false`, as in axolotl's. Raises `DataError` for others.
     """
-    found = []
+    found, value = [], _items(value)
     for place, item in enumerate(value, -len(value)) if isinstance(value, list | tuple) else ():
         if isinstance(item, Mapping) and item.get("role") == "assistant":
             weight, train = item.get("weight"), item.get("train")
@@ -133,10 +143,10 @@ def tools_of(value: Any) -> Tools:
     """Return the tools of a record: a list, or its JSON text. A tool may lack the `function` around it. Raises
     `DataError`.
     """
-    found = _parsed(_stated(value), "tools")
+    found = _parsed(_stated(listed(value)), "tools")
     if not isinstance(found, list):
         raise DataError(f"the tools are {value!r:.80}, wanted a list")
-    return tuple(json.dumps(_tool(_parsed(one, "tools")), ensure_ascii=False) for one in found)
+    return tuple(_json(_tool(_parsed(one, "tools")), "a tool is") for one in found)
 
 
 def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conversation) -> Tokenizer:
@@ -155,14 +165,16 @@ def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conv
     unlisted = _unlisted(chat, conversations[0], tools) if tools and conversations else set[str]()
     for one in conversations:
         named = {"tool": names, "tool call": [call.name for message in one for call in message.calls]}
-        named["reasoning"] = [message.reasoning.strip()[:40] for message in one[-1:] if message.reasoning]
-        text = chat.render(one) if any(named.values()) else ""
+        thoughts = one[-1].reasoning.strip() if one else ""
+        text = chat.render(one) if thoughts or any(named.values()) else ""
         unshown = {name for name in named["tool call"] if name not in shown and not _shows(chat, one, name, text)}
         shown.update(named["tool call"])
         left_out = {"tool": unlisted, "tool call": unshown}
         for kind, words in named.items():
             if missing := next((word for word in words if word not in text or word in left_out.get(kind, ())), ""):
                 raise _left_out(kind, missing)
+        if thoughts and not _shows_reasoning(chat, one, text):
+            raise _left_out("reasoning", thoughts)
     return chat
 
 
@@ -201,6 +213,16 @@ def _shows(chat: Tokenizer, one: Conversation, name: str, text: str) -> bool:
         return True
 
 
+def _shows_reasoning(chat: Tokenizer, one: Conversation, text: str) -> bool:
+    """Return whether the text of a conversation has the reasoning of its last message, from beginning to end.
+
+    Other messages may have the same words, so a word is put before the reasoning and after it, and looked for.
+    """
+    word = "whetstone"
+    longer = evolve(one[-1], reasoning=f"{word} {one[-1].reasoning.strip()} {word}")
+    return chat.render((*one[:-1], longer)).count(word) >= text.count(word) + 2
+
+
 def _unlisted(chat: Tokenizer, one: Conversation, tools: Tools) -> set[str]:
     """Return the names of the tools that the template does not list: calls and other text may have a name, too."""
     known = [json.loads(tool) for tool in tools]
@@ -220,7 +242,7 @@ def _message(item: Mapping[str, Any]) -> Message:
     """Return a message with its fields. Empty fields count as absent, as tables have them in every row."""
     if item.get("function_call"):
         raise DataError("a message has a `function_call`, OpenAI's former form; wanted `tool_calls`, a list of calls")
-    given = _parsed(_stated(item.get("tool_calls") or []), "tool_calls")
+    given = _parsed(_stated(listed(item.get("tool_calls") or [])), "tool_calls")
     calls = tuple(_call(_parsed(one, "tool_calls")) for one in given)
     thoughts = [item[name] for name in REASONING if item.get(name)]
     if not isinstance(reasoning := thoughts[0] if thoughts else "", str):
@@ -244,7 +266,7 @@ def _call(item: Any) -> Call:
     arguments = {} if given in (None, "") else _parsed(given, f"the arguments of a call of {name!r:.40}")
     if not isinstance(arguments, Mapping):
         raise DataError(f"the arguments of a call of {name!r:.40} are {arguments!r:.80}, wanted an object")
-    return Call(str(item.get("id") or ""), name, json.dumps(arguments, ensure_ascii=False))
+    return Call(str(item.get("id") or ""), name, _json(arguments, f"the arguments of a call of {name!r:.40} are"))
 
 
 def _tool(item: Any) -> dict[str, Any]:
@@ -253,6 +275,35 @@ def _tool(item: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool is {item!r:.120}, wanted a function with a name")
     return {"type": "function", "function": dict(function)}
+
+
+def _items(value: Any) -> Any:
+    """Return the messages in a column as a list. A string, and what has no messages, is returned as it is."""
+    value = listed(value)
+    return [value] if isinstance(value, Mapping) else value
+
+
+def listed(value: Any) -> Any:
+    """Return a list of objects if the value is an object of lists, as `Sequence` of the library `datasets` stores them.
+    Any other value is returned as it is.
+    """
+    columns = {name: held for name, held in value.items() if held is not None} if isinstance(value, Mapping) else {}
+    if not columns or not all(isinstance(held, list) for held in columns.values()):
+        return value
+    if len({len(held) for held in columns.values()}) > 1:
+        return value
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _json(value: Any, what: str) -> str:
+    """Return the JSON text of a value. Raises `DataError` if a part of it has no JSON, such as a date in a table."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{what} {value!r:.80}, which JSON cannot hold: {error}; wanted text, finite numbers, true, false, null, "
+            "and lists and objects of these: write dates, decimals and bytes as text"
+        ) from error
 
 
 def _stated(value: Any) -> Any:
@@ -267,6 +318,17 @@ def _parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return from_json(value)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what}: {value!r:.80} is no JSON: {error}") from error
+
+
+def from_json(text: str) -> Any:
+    """Return the value of JSON text. Raises `ValueError` if it is no JSON, or has half of a character."""
+    value = json.loads(text)
+    try:
+        if "\\u" in text:  # no tokenizer takes a surrogate
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a character (a surrogate such as \\ud800), wanted whole ones") from error
+    return value

@@ -92,10 +92,10 @@ class Sampler:
         return tokens[:, 0], logprobs[:, 0]
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens of each row, [B, count], and their logprobs, which are of the same distribution
-        as those of `draw`. logits [B, V].
+        """Return the likeliest tokens of each row, [B, count] or the whole vocabulary, and their logprobs, which are of
+        the same distribution as those of `draw`. logits [B, V].
         """
-        logprobs, tokens = (logits.float() / self._temperature).log_softmax(-1).topk(count)
+        logprobs, tokens = (logits.float() / self._temperature).log_softmax(-1).topk(min(count, logits.shape[-1]))
         return tokens, logprobs
 
     def _draw(self, step: int | NDArray[np.int64]) -> Tensor:

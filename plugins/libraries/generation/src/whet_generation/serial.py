@@ -14,6 +14,7 @@ The worker knows when a completion ends, who waits for it, and which weights mad
 """
 
 import asyncio
+import operator
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from whet.component import import_path, resolve
 from whet.config.structure import structure, unstructure
 from whet.data.model_info import ModelInfo
 from whet.data.records import Completion, Progress, Request, Stop
-from whet.errors import WeightSyncError
+from whet.errors import PluginError, WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext, WorkerRank
 from whet.runtime.worker_process import compute_thread
@@ -158,7 +159,7 @@ class SerialWorker:
             if request.id not in self._wanted:
                 stop = "abort"
                 break
-            token, logprob = next(following)
+            token, logprob = self._next(following, len(tokens))
             tokens.append(token)
             logprobs.append(logprob)
             if request.progress is not None:
@@ -169,3 +170,19 @@ class SerialWorker:
         ended: Stop = stop  # type: ignore[assignment]  # one of the three words above
         versions = ((0, self._version),) if tokens else ()
         return Completion(request.id, np.array(tokens, np.int64), np.array(logprobs, np.float32), ended, versions)
+
+    def _next(self, following: Iterator[tuple[int, float]], count: int) -> tuple[int, float]:
+        """Return the next token and its logprob. Raises `PluginError` if the author's engine breaks the contract."""
+        who, found = f"`continued` of {type(self).__name__}", next(following, None)
+        if found is None:
+            raise PluginError(
+                f"{who} ended after {count} tokens; it must yield without end: the worker takes no more tokens once a "
+                "completion has a stop token, a stop string or its length"
+            )
+        token, logprob = found
+        try:
+            return operator.index(token), logprob
+        except TypeError:
+            raise PluginError(
+                f"{who} yielded {token!r:.40} ({type(token).__name__}) as token {count}, wanted an integer"
+            ) from None

@@ -53,15 +53,19 @@ def by_conversation(estimate: Callable[[Batch], Any], batch: Batch) -> NDArray[A
 
     Raises `PluginError` if that is no finite number for each conversation or for each token.
     """
-    found, (first, conversation) = np.asarray(estimate(joined(batch))), conversations(batch)
+    (first, conversation), given = conversations(batch), estimate(joined(batch))
+    who = f"the advantages of {getattr(estimate, '__name__', type(estimate).__name__)}"
+    wanted = f"a finite number for each of {len(first)} conversations, or for each of {batch.tokens} tokens"
+    try:
+        found = np.asarray(given)
+    except ValueError as error:
+        parts = f"are a {type(given).__name__} of parts that make no array"
+        raise PluginError(f"{who} {parts}; wanted {wanted}") from error
     number = found.dtype.kind in "fiub"
     if not number or found.shape not in ((len(first),), (batch.tokens,)) or not np.isfinite(found).all():
         words = f"the shape {found.shape}" if number else f"the type {found.dtype}"
         words = words if not number or np.isfinite(found).all() else "numbers that are not finite"
-        raise PluginError(
-            f"the advantages of {getattr(estimate, '__name__', type(estimate).__name__)} have {words}; wanted a finite "
-            f"number for each of {len(first)} conversations, or for each of {batch.tokens} tokens"
-        )
+        raise PluginError(f"{who} have {words}; wanted {wanted}")
     return found if len(found) == batch.tokens else found[conversation]
 
 

@@ -1,8 +1,10 @@
 """The files of an exported model folder: weights, config, and what is copied from the folder that was trained."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from whet.data.files import use_umask
 from whet.data.messages import Message
 from whet.errors import DataError
 from whet.plugins.features import chats
+
+logger = logging.getLogger(__name__)
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -87,18 +91,25 @@ def copy_companions(source: Path, target: Path) -> None:
 def set_padding(config: Any, folder: Path) -> None:
     """Write one padding token into a sequence classifier's config and into its tokenizer in `folder`.
 
-    `transformers` reads the score at the last token that is not padding, so the padding token must differ from the
-    token that ends a conversation. If the tokenizer has no such padding token, another special token is used.
+    `transformers` reads the score at the last token that is not padding, so the padding token must differ from every
+    token that ends what is scored: a conversation, or a text without a chat template. If the tokenizer's own padding
+    token ends one, another special token is used.
     """
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
         return
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    wanted = [tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
+    named = (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token)
+    wanted = [*named, *tokenizer.all_special_tokens, *sorted(tokenizer.get_added_vocab())]
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in wanted if text}
-    last = _last_token(folder, tokenizer)
-    pad = next((text for text, token in ids.items() if token != last), tokenizer.pad_token)
+    ends = _last_tokens(config, folder, tokenizer)
+    pad = next((text for text, token in ids.items() if token not in ends), tokenizer.pad_token)
+    if pad is None or ids[pad] in ends:
+        logger.warning(
+            f"{folder}: every special token of the tokenizer ends a conversation or a text, so none is left for "
+            "padding; score one text at a time, or add a token to the tokenizer of the model that the run starts from"
+        )
     if pad is None:
         return
     config.get_text_config().pad_token_id = config.pad_token_id = ids[pad]
@@ -108,10 +119,11 @@ def set_padding(config: Any, folder: Path) -> None:
         file.write_text(json.dumps({**settings, "pad_token": pad}, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _last_token(folder: Path, tokenizer: Any) -> int | None:
-    """Return the token that ends a conversation."""
-    try:
-        return int(chats().ChatTokenizer(folder).training((Message("user", "?"), Message("assistant", "!"))).tokens[-1])
-    except DataError:  # without a chat template, a text ends with eos_token
-        end: int | None = tokenizer.eos_token_id
-        return end
+def _last_tokens(config: Any, folder: Path, tokenizer: Any) -> set[int | None]:
+    """Return the tokens that may end what is scored: those that end a text, and the last one of a conversation."""
+    stated = config.get_text_config().eos_token_id
+    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list | tuple) else [stated])}
+    with suppress(DataError):  # without a chat template there are only texts
+        talk = (Message("user", "?"), Message("assistant", "!"))
+        ends.add(int(chats().ChatTokenizer(folder).training(talk).tokens[-1]))
+    return ends

@@ -6,6 +6,7 @@ objective   sum over terms of weight x sum / global count, of one micro-batch
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +22,9 @@ from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.loss import Loss, LossResult
 
+logger = logging.getLogger(__name__)
+
+_COUNTS = "`counts` of the loss returns what each term's sum is divided by, e.g. the trained tokens of the batch"
 MAX_NONFINITE = 3
 """Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
 
@@ -35,6 +39,8 @@ class LossWorker:
     """The losses that were built, by their specs."""
     _nonfinite: int = 0
     """Calls of `train` in a row that took no step."""
+    _counted_nothing: bool = False
+    """Whether a loss that counted nothing was warned of."""
 
     @property
     def _first(self) -> bool:
@@ -73,7 +79,21 @@ class LossWorker:
             raise WhetError(
                 f"the loss {type(loss).__name__} has counts of {_listed(mine)}, and weights of {_listed(names)}"
             )
-        return dict(zip(names, self._ranks.sum([float(mine[name]) for name in names]), strict=True))
+        counts = self._ranks.sum([float(mine[name]) for name in names])
+        if not any(counts) and not self._counted_nothing:
+            self._warn_of_nothing(loss, batch)
+        return dict(zip(names, counts, strict=True))
+
+    def _warn_of_nothing(self, loss: Loss, batch: Batch) -> None:
+        """Warn if a loss counts nothing of a batch with tokens to train on, in sequences that can change the loss."""
+        live = np.repeat(self._of_loss(batch, loss), batch["lengths"]) if batch.sequences else False
+        (trained,) = self._ranks.sum([float((batch["loss_mask"] & live).sum())])
+        if trained:
+            self._counted_nothing = True
+            logger.warning(
+                f"the loss {type(loss).__name__} counts 0 in a batch with {trained:,.0f} tokens to train on, so it "
+                f"trains nothing: {_COUNTS}. This is told once"
+            )
 
     def _live(self, batch: Batch, loss: Loss) -> Batch:
         """Return the batch without units that cannot change the loss. It is empty on a rank that has no other units.
@@ -114,6 +134,9 @@ class LossWorker:
         for name, value in result.terms.items():
             if counts[name]:
                 total = total + value * (loss.weights[name] / counts[name])
+            elif value.detach().abs() > 0:
+                words = f"the term {name} of the loss {type(loss).__name__} is {float(value.detach()):g}"
+                raise WhetError(f"{words} and its count is 0, so it would train nothing: {_COUNTS}")
         return total, dict(result.metrics)
 
     def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:

@@ -65,6 +65,32 @@ def _height(schedule: ScheduleConfig, done: float) -> float:
     return 1 - done
 
 
+def without_rate(schedule: ScheduleConfig, total_steps: int) -> str:
+    """Return the warning that a run of so many optimizer steps trains nothing. Empty: a step has a rate above 0."""
+    end = schedule.total_steps or total_steps
+    if not total_steps or any(learning_rate(schedule, 1.0, step, end) for step in range(1, total_steps + 1)):
+        return ""
+    return (
+        f"the learning rate of all steps is 0, so nothing is trained: the run takes {total_steps} optimizer steps, and "
+        f"the schedule `kind: {schedule.kind}` has come down to 0 by the first of them; take more steps, or set "
+        "schedule.kind: constant or schedule.min_ratio"
+    )
+
+
+def past_end(schedule: ScheduleConfig, step: int, total_steps: int) -> str:
+    """Return the warning that an optimizer step comes after all that the run was to take. Empty: it does not, or the
+    schedule has an end of its own, or none.
+    """
+    if schedule.kind == "constant" or schedule.total_steps or not 0 < total_steps < step:
+        return ""
+    return (
+        f"optimizer step {step} comes after the {total_steps} that the algorithm states for the whole run, where the "
+        f"schedule `kind: {schedule.kind}` ends: this step and all later ones have {schedule.min_ratio:g} times the "
+        "highest learning rate. Let `optimizer_steps` of the algorithm's facts return the steps that it takes, or set "
+        "schedule.total_steps"
+    )
+
+
 def problems(schedule: ScheduleConfig, path: str) -> Iterator[Problem]:
     """Yield what is wrong with a schedule by itself, beyond the bounds of its fields. It stands at `path`."""
     if schedule.warmup_ratio and schedule.warmup_steps:

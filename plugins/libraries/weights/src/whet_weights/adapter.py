@@ -8,6 +8,7 @@ PEFT wraps the second stacked parameter of an experts module around the first, s
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 VARIANTS = (
-    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens"
+    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 """Keys of `adapter_config.json` that make of an adapter more than B A."""
+BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which PEFT changes the base weights when the adapter is made: W - s B0 A0 or,
+for LoftQ, a quantized W. Of the others, eva, mica, orthogonal and gaussian leave the base as it is."""
+
+logger = logging.getLogger(__name__)
 
 
 def stored(part: str, tensor: "torch.Tensor") -> "torch.Tensor":
@@ -144,7 +151,10 @@ def write_peft(
 
 
 def read_peft(folder: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
-    """Return config and tensors of a folder in PEFT's format. Raises `WhetError` if it holds no plain LoRA adapter."""
+    """Return config and tensors of a folder in PEFT's format.
+
+    Raises `WhetError` if it holds no plain LoRA adapter, or one that is not of the base weights as they are stored.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -157,4 +167,22 @@ def read_peft(folder: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
     more = [f"{key} {config[key]!r}" for key in VARIANTS if config.get(key)]
     if kind[0] != "LORA" or more or config.get("bias") not in (None, "none"):
         raise WhetError(f"{folder} is no plain LoRA adapter: {', '.join(more) or kind[0]}")
+    _refuse_other_base(folder, config.get("init_lora_weights"))
+    if config.get("lora_dropout"):
+        words = "it is trained further without dropout, which changes nothing else about it"
+        logger.warning("%s was trained with lora_dropout %s; %s", folder, config["lora_dropout"], words)
     return config, tensors
+
+
+def _refuse_other_base(folder: Path, start: Any) -> None:
+    if not str(start).lower().startswith(BASE_CHANGING):
+        return
+    convert = (
+        "" if start == "loftq" else "convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion="
+        "FOLDER_OF_THE_UNTRAINED_ADAPTER), which doubles its rank; or "
+    )  # fmt: skip
+    raise WhetError(
+        f"{folder} was made with init_lora_weights {start!r}, which changes the base weights, so it is no adapter of the "
+        f"model as it is stored; {convert}save the changed base with unload(), set model.path to it, and set "
+        f"init_lora_weights to true in {CONFIG}"
+    )

@@ -12,7 +12,7 @@ from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
 from whet_endpoint.messages import read_messages
-from whet_endpoint.requests import MODEL, MOST_CHOICES, ApiRequest, Fields, Rules, read_token_prompt
+from whet_endpoint.requests import MODEL, MOST_CHOICES, MOST_LIKELIEST, ApiRequest, Fields, Rules, read_token_prompt
 from whet_endpoint.streaming import Piece
 
 
@@ -180,6 +180,8 @@ def read_chat(body: Any, rules: Rules) -> ApiRequest:
     limits = [fields.integer(name, 1, None) for name in ("max_completion_tokens", "max_tokens")]
     logprobs = fields.flag("logprobs")
     likeliest, schema = fields.likeliest(), fields.schema("response_format", _form(fields.mapping("response_format")))
+    if likeliest and not logprobs:
+        raise ApiError(400, "top_logprobs has no effect without logprobs; set logprobs: true", "top_logprobs")
     fields.flag("store")
     request = fields.request(messages, min((n for n in limits if n is not None), default=None))
     request = fields.held(request, tooling, schema)
@@ -191,7 +193,7 @@ def read_text(body: Any, rules: Rules) -> ApiRequest:
     fields = Fields(body, rules)
     fields.model()
     prompt, limit = read_token_prompt(fields.take("prompt")), fields.integer("max_tokens", 1, None)
-    logprobs = fields.integer("logprobs", 0, None)
+    logprobs = fields.integer("logprobs", 0, MOST_LIKELIEST)
     likeliest = logprobs or 0
     if likeliest and "likeliest" not in rules.extras:
         why = f"logprobs is {logprobs}, wanted 0: this generator reports the logprobs of sampled tokens alone"

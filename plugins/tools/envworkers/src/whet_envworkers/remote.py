@@ -88,7 +88,7 @@ class RemoteEnvironment:
             self._workers = group.spawn(WORKER, arguments)
             (about, *_) = self._workers.call("about", phase="start")
             if about["keeps"]:
-                raise ConfigError("it has a curriculum, which processes would not share; remove `worker`")
+                raise ConfigError(f"it has {about['keeps']}, which processes would not share; remove `worker`")
         except BaseException:
             self.close()
             raise

@@ -56,7 +56,7 @@ class EnvironmentWorker:
             "weights": {str.__str__(name): float(weight) for name, weight in environment.reward_weights.items()},
             "answers": states_answers(environment),
             "groups": isinstance(environment, GroupRewarding),
-            "keeps": isinstance(environment, Adaptive) or has_state(environment, "the environment"),
+            "keeps": _kept(environment),
         }
 
     def count(self, split: str) -> dict[str, Any]:
@@ -150,6 +150,13 @@ class EnvironmentWorker:
         if any(message["do"] == "end" for message in messages):
             self._playing.pop(number, None)
         return messages
+
+
+def _kept(environment: Any) -> str:
+    """Return what an environment keeps from episode to episode, as text. Empty: nothing."""
+    if isinstance(environment, Adaptive):
+        return "a curriculum (`difficulty`, `adapted`, `observe`)"
+    return "a state (`state` and `load`)" if has_state(environment, "the environment") else ""
 
 
 def _told(function: Callable[[], Any]) -> dict[str, Any]:

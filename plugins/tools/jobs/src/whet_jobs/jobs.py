@@ -84,6 +84,13 @@ def evaluate(
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
+    begins_with = prepared.roles.backend.begins_with
+    if begins_with and model is None:
+        raise ConfigError(
+            f"backend.{begins_with}: a run begins with it, and whet eval starts no backend, so it would evaluate "
+            f"{prepared.model.path} without it; merge it into a model folder and pass that folder by --model, or pass "
+            "the model of a run"
+        )
     other = read_written(against) if against else None
     with _job("eval", prepared) as attempt:
         if progress is not None:

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -145,6 +146,13 @@ class FakeModel:
                     hit = other is one or (of == "agent" and other.agent == one.agent)
                     totals[name] = totals.get(name, 0.0) + value * hit / len(answering)
         return {**totals, **{name: totals.get(name, 0.0) + value for name, value in given.items()}}
+
+    def calls(self) -> Counter[str]:
+        """Return how many replies, rewards and records the sequences of the episode have so far, by the method."""
+        counts = Counter[str]()
+        for one in self._sequences():
+            counts.update(reply=one._answered, reward=len(one.rewards), record=len(one.log))
+        return counts
 
     def _sequences(self) -> Iterator["FakeModel"]:
         yield self

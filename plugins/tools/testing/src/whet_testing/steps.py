@@ -90,8 +90,10 @@ class WatchedSteps:
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """Record the call, the state and the metrics of a finished step.
 
-        Raises `PluginError` for a state that JSON would change, and for metrics that are no numbers.
+        Raises `PluginError` for what is no batch, a state that JSON would change, and metrics that are no numbers.
         """
+        if not isinstance(batch, Batch):
+            raise PluginError(f"step.finish got {batch!r:.60}, wanted the batch of the step")
         for name, metric in metrics.items():
             _check_metric(name, metric)
         self._watch.note("finish", batch, step.number)

@@ -64,12 +64,14 @@ def offline_loop(
     prepare: Prepare = unchanged,
     weight: "Callable[[Batch], float]" = sequences,
     derive: Derive = dict,
+    over_all: Derive = dict,
     redundant: Collection[str] = (),
 ) -> None:
     """Train from the first step that is left to the last, and validate before the first, when due and after the last.
 
     Validation on several files has metrics of all together, `validation/loss`, and of each, `validation/FILE/loss`.
-    `weight`: of a batch in `validation/loss`. `redundant`: metrics that validation leaves out.
+    `weight`: of a batch in `validation/loss`. `over_all`: corrects metrics of all batches together, before `derive`,
+    for a loss that is no mean over batches. `redundant`: metrics that validation leaves out.
     """
     backend, size, validation = parts.backend, config.batch_size, data.validation(config.batch_size)
 
@@ -82,7 +84,7 @@ def offline_loop(
         return {
             f"{place}{name}": metric
             for place, metrics in ({**whole, **found} if len(found) > 1 else whole).items()
-            for name, metric in derive(metrics).items()
+            for name, metric in derive(over_all(metrics)).items()
             if name not in redundant
         }
 

@@ -15,6 +15,7 @@ raise nor hang.
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -53,6 +54,8 @@ OF_A_PROCESS = (
     "a set, the time, `random` without a seed. Fixtures do not run in the other process: where one makes the tasks, "
     "set `test_another_process_has_the_same_items = None` in the class"
 )
+LATE_SECONDS = 0.1
+"""How long a task that an episode leaves behind is watched."""
 BUILTINS = (str, int, float, bool, bytes, type(None))
 
 
@@ -217,8 +220,13 @@ class EnvironmentContract:
 
     def test_an_episode_gives_finite_named_rewards(self, environment: Environment) -> None:
         for task in _tasks(environment, self.splits, 2):
-            rewards = self._play(environment, task, "I do not know.")
+            with deadline(self.deadline_seconds, "an episode"):
+                rewards, late = asyncio.run(_watched(environment, task, FakeModel("I do not know.")))
             assert rewards or isinstance(environment, GroupRewarding)
+            assert not late, (
+                f"`run` has returned, and a task that it started calls model.{min(late)}, which a run refuses; await "
+                "the task before `run` returns"
+            )
 
     def test_reward_weights_name_rewards_that_exist(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
@@ -412,6 +420,15 @@ async def played(environment: Environment, task: Task, model: FakeModel) -> dict
     """Return the rewards of an episode, those that it records included."""
     given = await environment.run(task, model)
     return model.rewarded(checked_rewards(given, "it"))
+
+
+async def _watched(environment: Environment, task: Task, model: FakeModel) -> tuple[dict[str, float], Counter[str]]:
+    """Return the rewards of an episode, and how often tasks that it leaves behind call the model."""
+    others = asyncio.all_tasks()
+    rewards, before = await played(environment, task, model), model.calls()
+    if left := asyncio.all_tasks() - others:  # tasks of a pool may be among them, which do not end
+        await asyncio.wait(left, timeout=LATE_SECONDS)
+    return rewards, model.calls() - before
 
 
 def _total(environment: Environment, rewards: Mapping[str, float]) -> float:

@@ -18,6 +18,12 @@ from whet.data.metrics import Metric
 from whet.interfaces.loss import Loss, LossResult
 from whet_testing.batches import Column, random_batch
 
+OF_A_RUN = ("step", "time", "tokens", "loss", "grad_norm", "lr", "pass_rate", "context_full", "rewritten")
+OF_A_RUN_ABOVE = (
+    "reward/", "response_length/", "turns/", "episodes/", "groups/", "grader/", "staleness/", "evaluation/", "seconds/",
+    "memory/", "probe/", "given_back_mib/",
+)  # fmt: skip
+"""The names, and beginnings of names, of metrics that a run has itself."""
 FLIPPED = "the loss is minimised, so is a sign flipped? If the loss has another goal, override `goal`"
 
 
@@ -88,6 +94,22 @@ class LossContract:
             for number in (metric.value, metric.count):
                 assert not getattr(number, "requires_grad", False), f"the metric {name!r} carries gradient"
                 assert np.isfinite(np.asarray(number)).all(), f"the metric {name!r} is {number}"
+
+    def test_metrics_have_names_that_a_run_does_not_use(self) -> None:
+        batch = self.batch()
+        for name in self._result(self.make(), batch, self.outputs(batch))[0].metrics:
+            assert name not in OF_A_RUN, f"a run has the metric {name!r} itself; rename it"
+            assert not name.startswith(OF_A_RUN_ABOVE), f"a run has metrics like {name!r} itself; rename it"
+
+    def test_a_term_that_counts_nothing_is_0(self) -> None:
+        loss, batch = self.make(), self.batch()
+        counts = _numbers(loss.counts(_torch(batch)))
+        for name, term in self._result(loss, batch, self.outputs(batch))[0].terms.items():
+            value = float(term.detach())
+            assert counts[name] > 0 or not value, (
+                f"the term {name!r} has the sum {value:g} and the count {counts[name]:g}; backends divide the sum by "
+                "the count, and take no step if every count is 0"
+            )
 
     def test_the_result_is_the_same_every_time(self) -> None:
         loss, batch = self.make(), self.batch()
