@@ -237,7 +237,7 @@ class BackendFacts(WorkerFacts):
     adapter: AdapterInfo | None = None
     """The adapter that the backend trains, and can send alone. None: it trains all weights."""
     begins_with: str = ""
-    """The setting that changes the weights of `model.path` before the first step, as `lora.adapter` does. Empty: none."""
+    """The setting that changes the weights of `model.path` before the first step, e.g. `lora.adapter`. Empty: none."""
     senders: int = 1
     """Number of ranks that send weights, each its part of them. An adapter is sent by one."""
 
