@@ -20,8 +20,8 @@ class ScheduleConfig:
     warmup_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps over which the rate rises to its peak."""
     warmup_ratio: float = field(default=0.0, validator=between(0, 1))
-    """Length of the warm-up as a share of `total_steps`, rounded up as in transformers; verl rounds down. Set this or
-    `warmup_steps`."""
+    """Length of the warm-up as a share of `total_steps`, rounded up as in transformers; verl rounds down. 0.07 of 100
+    steps are 7; transformers takes 8, because its product is 7.000000000000001. Set this or `warmup_steps`."""
     min_ratio: float = field(default=0.0, validator=between(0, 1))
     """The final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak."""
     decay_ratio: float = field(default=0.1, validator=above(0, 1))
