@@ -19,7 +19,7 @@ from whet.interfaces.undecided import note
 
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged", "cancels", "impatient", "threaded",
+    "judged", "cancels", "impatient", "threaded", "late",
 )  # fmt: skip
 
 
@@ -94,6 +94,21 @@ class Apart:
 
     async def _exits(self, task, model):
         raise SystemExit(3)
+
+    async def _late(self, task, model):
+        """The second episode lets the grader of the first one go on, and records what becomes of it."""
+        if task.id == "late-0":
+            self._go = asyncio.Event()
+
+            async def grade():
+                await self._go.wait()
+                model.reward("quality", 1.0)
+
+            self._grader = asyncio.create_task(grade())
+        else:
+            self._go.set()
+            (found,) = await asyncio.gather(self._grader, return_exceptions=True)
+            model.record("found", str(found))
 
     async def _cancels(self, task, model):
         raise asyncio.CancelledError

@@ -75,10 +75,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 150
+    assert len(remote.tasks("train")) == 160
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[150]
+        remote.tasks("train")[160]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -183,6 +183,18 @@ def test_a_reply_that_the_environment_gives_up_leaves_nothing(remote, apart):
     (one,) = episode.trajectories
     assert one.loss_mask.sum() == 2 * len("ok.")
     assert episode.turns == 2
+
+
+def test_a_reward_after_the_end_of_an_episode_is_an_error():
+    environment = made(1)
+    try:
+        played(environment, "late", number=0)
+        model, _, _ = played(environment, "late", number=1)
+    finally:
+        environment.close()
+    assert model.log == {
+        "found": "model.reward after the episode's end has no effect; await its task before `run` returns"
+    }
 
 
 def test_a_process_that_dies_is_replaced_and_named(tmp_path):

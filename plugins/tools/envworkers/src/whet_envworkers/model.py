@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from whet.interfaces.clock import on_loop
 from whet.interfaces.environment import Address, EpisodeInfo
 from whet_envworkers.messages import Message, raised
 
+log = logging.getLogger(__name__)
 _CURRENT: ContextVar["Playing"] = ContextVar("whet_playing")
 
 
@@ -25,6 +27,8 @@ class Playing:
         self.messages: list[Message] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.changed = asyncio.Event()
+        self.over = False
+        """Whether the episode has ended: what comes later would be lost."""
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self.sequences = itertools.count(1)
@@ -40,7 +44,11 @@ class Playing:
             _CURRENT.reset(token)
 
     def tell(self, do: str, **values: Any) -> None:
-        """Send a message that wants no answer."""
+        """Send a message that wants no answer. Raises `EpisodeError` after the episode's end."""
+        if self.over:
+            words = f"model.{do} after the episode's end has no effect; await its task before `run` returns"
+            log.warning(words)
+            raise EpisodeError(words)
         self.messages.append({"do": do, **values})
         self.changed.set()
 

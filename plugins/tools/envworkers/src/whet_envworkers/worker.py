@@ -130,6 +130,7 @@ class EnvironmentWorker:
                         raise
                     end = {"failed": failure(error)}
             playing.tell("end", notes=list(notes), **end)
+            playing.over = True
 
         task = asyncio.get_running_loop().create_task(play())
         self._playing[number] = playing, task
