@@ -58,6 +58,41 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
     assert (info.vocab_size, info.max_positions) == (7, 9)
 
 
+@pytest.mark.parametrize("name", ["n_positions", "n_ctx", "max_seq_len", "seq_length"])
+def test_older_configs_state_their_positions_by_other_names(name: str) -> None:
+    assert ModelInfo("x", {name: 64}).max_positions == 64
+    assert ModelInfo("x", {name: 64, "max_position_embeddings": 32}).max_positions == 32
+
+
+CACHES = {
+    "qwen3": {"head_dim": 24},
+    "deepseek_v3": {
+        "kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "first_k_dense_replace": 2,
+    },
+    "gemma4_text": {
+        "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 50,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CACHES)
+def test_the_cache_of_a_token_is_that_of_transformers(family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        "model_type": family, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50,
+        "num_attention_heads": 4, "num_key_value_heads": 4 if family == "deepseek_v3" else 2, **CACHES[family],
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    cache = model(input_ids=torch.arange(3, 13)[None], use_cache=True).past_key_values
+    counted = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert ModelInfo("x", config).token_cache_bytes == counted / 10
+
+
 def test_what_a_config_does_not_say_is_0() -> None:
     info = ModelInfo("x", {})
     assert (info.vocab_size, info.max_positions, info.parameters, info.architecture) == (0, 0, 0, "")
@@ -81,6 +116,7 @@ def test_a_config_of_nonsense_has_no_parameters() -> None:
     info = ModelInfo("x", {"hidden_size": "many", "num_hidden_layers": None, "vocab_size": "x", "text_config": 5})
     assert (info.parameters, info.vocab_size, info.max_positions, info.token_cache_bytes) == (0, 0, 0, 0)
     assert ModelInfo("x", {"max_position_embeddings": None}).max_positions == 0
+    assert ModelInfo("x", {"per_layer_config": [5], "num_attention_heads": "4"}).token_cache_bytes == 0
     assert ModelInfo("x", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0}).parameters == 0
 
 

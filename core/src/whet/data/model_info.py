@@ -17,6 +17,7 @@ _GATED = (
     "stablelm", "deepseek", "glm", "exaone", "internlm", "seed_oss", "ernie4_5", "hunyuan",
 )  # fmt: skip
 """Beginnings of `model_type` whose feed-forward blocks have three matrices. Other models are assumed to have two."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
 @frozen
@@ -40,7 +41,7 @@ class ModelInfo:
     @property
     def max_positions(self) -> int:
         """Return the longest sequence that the model was made for. 0: the config does not state it."""
-        return self._count("max_position_embeddings")
+        return next(filter(None, map(self._count, _POSITIONS)), 0)
 
     @property
     def architecture(self) -> str:
@@ -73,10 +74,13 @@ class ModelInfo:
     @property
     def token_cache_bytes(self) -> int:
         """Return the bytes of keys and values of one token in float32. 0: the config does not state them."""
-        if not self.heads:
-            return 0
-        head = self._count("head_dim", self._count("hidden_size") // self.heads)
-        return 2 * 4 * self._count("num_hidden_layers") * self.kv_heads * head
+        layers, own = self._count("num_hidden_layers"), self._text("per_layer_config")
+        if latent := self._count("kv_lora_rank"):  # latent attention keeps what keys and values are computed from
+            return 4 * layers * (latent + self._count("qk_rope_head_dim"))
+        heads, head = self.kv_heads, self._count("head_dim", self._count("hidden_size") // max(1, self.heads))
+        apart = [ModelInfo("", one) for one in own.values()] if isinstance(own, dict) else []  # layers of other sizes
+        each = [one._count("num_key_value_heads", heads) * one._count("head_dim", head) for one in apart]
+        return 2 * 4 * ((layers - len(each)) * heads * head + sum(each))
 
     @property
     def parameters(self) -> int:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from whet.component import Spec
+from whet.data.batch import from_sequences
 from whet.errors import ConfigError, WhetError
 from whet_training.layout import used_lengths
 
@@ -63,6 +64,10 @@ def test_the_balance_loss_of_the_model_is_that_of_transformers(make_worker, fold
     assert losses[0] == losses[1]
     difference = balanced.train(batch, LIKELIHOOD)["loss"].number() - losses[0]
     assert difference == pytest.approx(0.5 * their_balance_loss(model, batch).item(), rel=1e-5)
+    for weight in (0.0, 0.5):  # the metric is that loss, whether it is trained or not
+        worker = make_worker(family, micro_batch_tokens=60, experts={"balance": weight, "balance_of": "model"})
+        found = worker.train(batch, LIKELIHOOD)["experts/balance_loss"].number()
+        assert found == pytest.approx(their_balance_loss(model, batch).item(), rel=1e-5)
 
 
 def test_over_micro_batches_the_balance_loss_is_the_mean_of_theirs(make_worker, folders, batch, gradients):
@@ -80,6 +85,8 @@ def test_over_micro_batches_the_balance_loss_is_the_mean_of_theirs(make_worker, 
     for name, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name] - without[name], p.grad, atol=2e-6, rtol=1e-3)
+    metric = worker.train(batch, LIKELIHOOD)["experts/balance_loss"].number()
+    assert metric == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_loss_of_layers_is_their_mean_and_the_z_loss_the_mean_of_squares(make_worker, folders, batch):
@@ -100,6 +107,110 @@ def test_the_loss_of_layers_is_their_mean_and_the_z_loss_the_mean_of_squares(mak
     assert found["experts/z_loss"].number() == pytest.approx(np.mean(squares), rel=1e-5)
     expected = before + 0.3 * np.mean(balance) + 0.2 * np.mean(squares)
     assert found["loss"].number() == pytest.approx(expected, rel=1e-5)
+
+
+def deepseek(folder):
+    """Return a folder of a model whose router scores experts by a sigmoid and chooses groups of them first."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=256, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, n_routed_experts=EXPERTS, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_group=4, topk_group=2,
+        num_experts_per_tok=K, first_k_dense_replace=0, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def gemma(folder):
+    """Return a folder of a model whose routers return probabilities in place of logits."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, global_head_dim=16, num_experts=EXPERTS,
+        top_k_experts=K, enable_moe_block=True, sliding_window=64, max_position_embeddings=256, initializer_range=0.5,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def all_learned():
+    """Return sequences of which all tokens but the first are trained."""
+    draw = np.random.default_rng(0)
+    rows = [{"tokens": draw.integers(3, 200, n), "loss_mask": np.arange(n) > 0} for n in (14, 23, 9)]
+    return from_sequences(rows, prompt_lengths=[1, 1, 1])
+
+
+@pytest.mark.parametrize("make", [deepseek, gemma])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_probabilities_are_those_of_the_models_own_scores(make_worker, tmp_path, gradients, make, checkpointing):
+    """For DeepSeek-V3, P is s / sum of s with s = sigmoid(logits): arXiv:2412.19437, equations 17 to 20."""
+    folder, batch, logits = make(tmp_path / "model"), all_learned(), []
+    options = {"folder": folder, "gradient_checkpointing": checkpointing, "micro_batch_tokens": 30}
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith(("mlp.gate", "router.proj")):
+            module.register_forward_hook(lambda m, given, out: logits.append(out if make is gemma else out[0]))
+    ids, mask = entering(batch)
+    model(input_ids=ids, attention_mask=mask)
+    balance, squares, entropies = 0.0, 0.0, []
+    for one in logits:
+        one = one[mask.flatten().bool()]
+        scores = one.sigmoid() if make is deepseek else one.exp()
+        chances = scores / scores.sum(-1, keepdim=True)
+        best = chances.topk(K).indices if make is gemma else _in_groups(scores)
+        share = torch.nn.functional.one_hot(best, EXPERTS).float().sum(1).mean(0)
+        balance = balance + EXPERTS * (share * chances.mean(0)).sum() / LAYERS
+        squares = squares + one.logsumexp(-1).square().mean() / LAYERS
+        entropies.append(-(chances * chances.log()).sum(-1).mean().item())
+    (0.3 * balance + 0.2 * squares).backward()
+    worker = make_worker(**options, experts={"balance": 0.3, "z_loss": 0.2})
+    without, found = (gradients(one, batch, LIKELIHOOD) for one in (make_worker(**options), worker))
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name] - without[name], p.grad, atol=3e-6, rtol=1e-3)
+    metrics = worker.train(batch, LIKELIHOOD)
+    assert metrics["experts/balance_loss"].number() == pytest.approx(balance.item(), rel=1e-5)
+    assert metrics["experts/z_loss"].number() == pytest.approx(squares.item(), rel=1e-5)
+    assert metrics["experts/entropy"].number() == pytest.approx(np.mean(entropies), rel=1e-5)
+
+
+def _in_groups(scores):
+    """Return the best experts of the two of four groups whose two best experts have the largest sum of scores."""
+    groups = scores.view(len(scores), 4, EXPERTS // 4)
+    sums = groups.sum(-1)  # a group has two experts
+    kept = torch.zeros_like(sums).scatter(1, sums.topk(2).indices, 1.0).bool()
+    return groups.masked_fill(~kept[:, :, None], -1.0).flatten(1).topk(K).indices
+
+
+def test_a_last_layer_with_experts_beside_its_network_is_computed_at_all_places(make_worker, tmp_path, batch):
+    """Its router counts all tokens that enter, not those alone whose outputs are read."""
+    folder, logits = gemma(tmp_path / "model"), []
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith("router.proj"):
+            module.register_forward_hook(lambda m, given, out: logits.append(out))
+    ids, mask = entering(batch)
+    model(input_ids=ids, attention_mask=mask)
+    squares = [one[mask.flatten().bool()].logsumexp(-1).square().mean().item() for one in logits]
+    found = make_worker(folder=folder).train(batch, LIKELIHOOD)
+    assert found["experts/z_loss"].number() == pytest.approx(np.mean(squares), rel=1e-5)
+
+
+def test_a_replay_leaves_the_choice_of_groups_to_the_router(make_worker, tmp_path, batch):
+    worker = make_worker(folder=deepseek(tmp_path / "model"), layout="padded", experts={"replay": True})
+    found = worker.train(recorded(batch), LIKELIHOOD)
+    assert found["routing/disagreement"].number() == 0
+    assert found["routing/overruled"].number() > 0.5
 
 
 def test_loads_and_entropy_are_those_of_the_tokens_that_enter(make_worker, folders, batch):

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from whet.component import AdapterInfo, Spec
 from whet.errors import CheckpointError, ConfigError, WhetError
+from whet_fsdp2.lora import Adapters
 from whet_training.adapter_files import base_digest
+from whet_training.lora_config import LoraConfig
 from whet_weights.adapter import PREFIX
 
 if find_spec("peft") is None:  # it is not imported here: every test process collects the file, and few run it
@@ -292,6 +294,111 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(make_worker):
             make_worker("llama", lora={**LORA, "targets": targets})
     with pytest.raises(ConfigError, match="has no stacked weights of experts"):
         make_worker(lora={**LORA, "experts": True})
+
+
+def made(folder, family, **config):
+    """Write a random model of any family of `transformers`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_linear_layers_is_refused(make_worker, tmp_path):
+    folder = made(tmp_path / "gpt2", "gpt2", vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel have no nn.Linear to adapt, only Conv1D; leave .*lora out"):
+        make_worker(folder=folder, lora=LORA)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "olora"])
+def test_an_adapter_of_a_changed_base_is_refused_until_peft_has_converted_it(
+    make_worker, folders, batch, tmp_path, init
+):
+    model = wrapped(folders(), init_lora_weights=init, target_modules=["q_proj", "v_proj"])
+    start, trained, converted = (tmp_path / name for name in ("start", "trained", "converted"))
+    with torch.no_grad():
+        model.save_pretrained(trained)
+        model.peft_config["default"].init_lora_weights = True  # as PEFT's documentation has it
+        model.save_pretrained(start)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        model.save_pretrained(converted, path_initial_model_for_weight_conversion=str(start))
+        expected = logprobs(model, batch)
+    lora = {**LORA, "targets": ["q_proj", "v_proj"]}
+    with pytest.raises(WhetError, match=f"init_lora_weights '{init}', which changes the base weights.*conversion="):
+        make_worker(lora={**lora, "adapter": str(trained)})
+    doubled = make_worker(lora={**lora, "rank": 8, "alpha": 12.0, "adapter": str(converted)})
+    np.testing.assert_allclose(doubled.score(batch, ("logprobs",))["logprobs"], expected, atol=5e-4)
+    model.save_pretrained(tmp_path / "own")
+    model.unload().save_pretrained(tmp_path / "base")
+    changed = make_worker(folder=tmp_path / "base", lora={**lora, "adapter": str(tmp_path / "own")})
+    np.testing.assert_allclose(changed.score(batch, ("logprobs",))["logprobs"], expected, atol=5e-4)
+
+
+def test_layers_whose_weights_are_read_without_a_call_get_no_adapter(make_worker, batch, tmp_path, caplog):
+    folder = made(
+        tmp_path / "jamba", "jamba", vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
+        use_mamba_kernels=False, mamba_dt_rank=4, initializer_range=0.2,
+    )  # fmt: skip
+    worker = make_worker(folder=folder, lora=LORA)
+    assert "no adapter for model.layers.0.mamba.dt_proj: the model reads their weights" in caplog.text
+    worker.train(batch, WEIGHTED)
+    ends = {name.removesuffix(".lora_B.weight") for name in worker._weights.trained if name.endswith("lora_B.weight")}
+    assert {name for name in ends if "mamba" in name} == {f"model.layers.0.mamba.{n}_proj" for n in ("in", "x", "out")}
+    for name, (_, b) in worker._adapters.pairs.items():
+        assert b.any(), f"{name} was not trained"
+    worker.export(str(tmp_path / "merged"))
+    found = worker.score(batch, ("logprobs",))["logprobs"]
+    merged = make_worker(folder=tmp_path / "merged").score(batch, ("logprobs",))["logprobs"]
+    np.testing.assert_allclose(found, merged, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"backend.lora.targets.1: 'dt_proj' matches only layers .*leave it out"):
+        make_worker(folder=folder, lora={**LORA, "targets": ["q_proj", "dt_proj"]})
+
+
+def test_an_adapter_whose_layer_is_never_called_is_not_dropped_in_silence(make_worker, folders):
+    worker = make_worker(lora=LORA)
+    name = "model.layers.0.self_attn.q_proj"
+    worker._adapters._config = LoraConfig(rank=4, alpha=6.0, adapter="somewhere")
+    with torch.no_grad():
+        worker._adapters.pairs[f"{name}.weight"][1].fill_(1.0)
+    words = f"backend.lora.adapter: somewhere changes {name}, which is never called"
+    with pytest.raises(ConfigError, match=words), worker._adapters.only_called():
+        pass
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+
+class Model(torch.nn.Module):
+    """Two layers with three experts, each a module of its own."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def get_decoder(self):
+        return self
+
+    def get_output_embeddings(self):
+        return None
+
+
+def test_an_expert_that_no_token_has_chosen_keeps_its_adapter():
+    model = Model()
+    adapters = Adapters(model, LoraConfig(rank=2), 0)
+    with adapters.only_called():
+        model.layers[1].experts[2](torch.zeros(1, 4))
+    assert list(adapters.pairs) == [f"layers.1.experts.{number}.weight" for number in range(3)]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.layers[0].experts[0](torch.ones(1, 4)).shape == (1, 4), "it computes without an adapter"
 
 
 def test_a_value_head_is_trained_whole_beside_the_adapter(make_worker, batch, tmp_path):

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from whet.component import Spec
+from whet.data.model_info import ModelInfo, read_model
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, MuonConfig, OptimizerConfig
+from whet_fsdp2.config import Fsdp2Config, MuonConfig, OptimizerConfig, memory
 from whet_fsdp2.muon import Muon, factor, orthogonal
 from whet_start.small_models import make_model
 from whet_testing.held import held_processes
@@ -80,6 +81,81 @@ def test_muon_trains_the_matrices_in_the_layers_and_adamw_the_rest(make_worker, 
     for name, held in worker._stepper.state().items():
         inside = re.search(r"layers\.\d+\..*_proj\.weight$", name)
         assert set(held) == ({"momentum", "step"} if inside else {"exp_avg", "exp_avg_sq", "step"}), name
+
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
+}  # fmt: skip
+STACKED = {
+    "gpt_oss": ({**SMALL, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+                {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}),
+    "jamba": ({**SMALL, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_dt_rank": 4,
+               "use_mamba_kernels": False},
+              {"mamba.A_log"}),
+    "cohere": ({**SMALL, "use_qk_norm": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+               {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+}  # fmt: skip
+"""Models with stacks of vectors in their layers."""
+
+
+@pytest.fixture(scope="module", params=[*STACKED, "ernie"])
+def stacked(request, tmp_path_factory):
+    """Return a model folder, and the names in a layer of the vectors that have two dimensions."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if request.param == "ernie":
+        return request.getfixturevalue("ernie"), {"mlp.gate.moe_statics.e_score_correction_bias"}
+    config, vectors = STACKED[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **config)).save_pretrained(folder)
+    return folder, vectors
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stacks_of_vectors_are_vectors(make_worker, stacked, kind):
+    folder, vectors = stacked
+    worker = make_worker(folder=folder, optimizer={**MUON, "kind": kind})
+    model, stepper = worker._root.model, worker._stepper
+    found = {name.partition(".0.")[2] for name, one in worker._weights.trained.items() if one.ndim == 2}
+    assert vectors <= found
+    decays = {id(p): group["weight_decay"] for one in stepper._optimizers.values() for group in one.param_groups
+              for p in group["params"]}  # fmt: skip
+    decayed = {name for name, weight in stepper._stepped.items() if decays[id(weight)]}
+    flat = {name for name, weight in stepper._stepped.items() if weight.ndim < 2}
+    stacks = {name for name in stepper._stepped if re.sub(r"^model\.layers\.\d+\.", "", name) in vectors}
+    assert decayed == set(stepper._stepped) - flat - stacks
+    if kind == "muon":
+        products = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        routers = {name for name in stepper._stepped if re.search(r"mlp\.(gate|router)\.weight$", name)}
+        matrices = {name for name in products if "layers" in name} | routers
+        assert {name for name, one in stepper._kinds.items() if one == "muon"} == matrices
+
+
+def test_the_plan_counts_two_moments_of_stacked_experts(make_worker, moe, batch):
+    worker = make_worker(folder=moe, optimizer=MUON)
+    worker.train(batch, LIKELIHOOD)
+    held = sum(moment.nbytes for moment in worker._stepper.held())
+    terms = memory(Fsdp2Config(optimizer=OptimizerConfig("muon")), read_model(moe), 1, True)
+    planned = sum(term.bytes for term in terms if "moment" in term.what)
+    assert planned == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"), [({}, 8), ({"mlp_only_layers": [0, 3]}, 6), ({"decoder_sparse_step": 2}, 4)], ids=str
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_plan_counts_experts_in_the_layers_that_have_them(change, layers, nested):
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 64,
+        "num_experts": 16, "moe_intermediate_size": 128, **change,
+    }  # fmt: skip
+    named = {"model_type": "qwen3_moe", **({"text_config": config} if nested else config)}
+    model = ModelInfo("", named)
+    terms = list(memory(Fsdp2Config(optimizer=OptimizerConfig("muon")), model, 1, True))
+    (rest,) = (term.bytes for term in terms if term.what.startswith("AdamW"))
+    assert rest == 8 * (model.outer_parameters + layers * 16 * 3 * 64 * 128)
 
 
 def test_a_value_head_is_trained_by_adamw(make_worker, batch):

@@ -1,6 +1,7 @@
 """Each key of the section changes what it says: numbers against AdamW by hand, and what runs when."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from whet_megatron import model as models
 from whet_megatron import passes
-from whet_megatron.config import OptimizerConfig
+from whet_megatron.config import MegatronConfig, OptimizerConfig
+from whet_megatron.optimizer import Stepper
 from whet_testing.three_steps import LIKELIHOOD, steps_by_hand, steps_of
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
@@ -148,3 +150,22 @@ def test_the_optimizer_is_distributed_or_whole(build):
         backend = build("llama", optimizer=OptimizerConfig(distributed=distributed))
         (one,) = worker(backend)._steps().optimizer.chained_optimizers
         assert isinstance(one, DistributedOptimizer) == distributed
+
+
+def test_stacks_of_vectors_are_not_decayed():
+    decays = {
+        "model.layers.0.mlp.experts.down_proj_bias": 0.0,
+        "model.layers.0.self_attn.q_norm.weight": 0.0,
+        "model.layers.0.mlp.gate.weight": 0.1,
+        "model.layers.0.self_attn.o_proj.weight": 0.1,
+    }
+    trained = {name: torch.nn.Parameter(torch.ones(4, 6)) for name in decays}
+    stepper = Stepper.__new__(Stepper)
+    stepper._config = MegatronConfig(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    stepper._model = SimpleNamespace(trained_names=frozenset(trained), trained=lambda: iter(trained.items()))
+    overrides = stepper._overrides()
+    found = {
+        name: 0.1 * values["wd_mult"] for name, parameter in trained.items()
+        for key, values in overrides.items() if key.predicate.fn(parameter)
+    }  # fmt: skip
+    assert found == pytest.approx(decays)

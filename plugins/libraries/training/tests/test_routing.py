@@ -47,6 +47,39 @@ def test_metrics_are_means_over_layers():
     assert not sums.metrics(sums.numbers(), 0.0, replay=True)
 
 
+def two_layers():
+    """Return the loads of two layers: the second is the first with its experts exchanged, for another token."""
+    return [
+        routing.load(LOGITS, CHOSEN, WEIGHTS),
+        routing.load(LOGITS.flip(1), 1 - CHOSEN, torch.tensor([0.0, 2.0, 0.0])),
+    ]
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.3])
+def test_the_metric_of_one_balance_over_all_layers_is_its_loss(balance):
+    config = ExpertsConfig(balance=balance, balance_of="model")
+    sums, loads = routing.Sums(2, 2, torch.device("cpu"), config), two_layers()
+    shares = routing.shares_of(config, torch.stack([one.chosen for one in loads]), 2.0)
+    for layer, one in enumerate(loads):
+        sums.add(layer, one, None)
+        if balance:
+            sums.add_balance(one, shares[layer], 1 / 2.0)
+    # each expert gets half of the tokens of both layers, so E sum f P = 2 (1/2 (5/8 + 1/2) / 2 + 1/2 (3/8 + 1/2) / 2)
+    assert sums.metrics(sums.numbers(), 2.0, replay=False)["experts/balance_loss"].number() == pytest.approx(1.0)
+    terms = [routing.term(config, one, f, 2.0, 1 / 2.0, 2) for one, f in zip(loads, shares, strict=True)]
+    assert float(sum(terms)) == pytest.approx(balance * 1.0)
+
+
+def test_the_metric_of_a_balance_over_micro_batches_is_the_mean_of_theirs():
+    config = ExpertsConfig(balance=0.3, balance_over="micro-batch")
+    sums = routing.Sums(1, 2, torch.device("cpu"), config)
+    for one in two_layers():  # here two micro-batches of one layer, with all tokens at one expert each
+        sums.add(0, one, None)
+        sums.add_balance(one, routing.shares_of(config, one.chosen[None], 2.0)[0], 1 / (2.0 * 2))
+    found = sums.metrics(sums.numbers(), 4.0, replay=False)
+    assert found["experts/balance_loss"].number() == pytest.approx((2 * 5 / 8 + 2 * 1 / 2) / 2)
+
+
 def test_disagreement_counts_the_samplers_experts_that_are_not_among_the_chosen():
     chosen, own = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1], [0, 3]])
     sampled, at = torch.tensor([[1, 2], [3, 2], [-1, -1]]), torch.tensor([0, 1, 1])

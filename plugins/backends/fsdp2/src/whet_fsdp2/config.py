@@ -218,11 +218,27 @@ def _gathered(config: Fsdp2Config, model: ModelInfo) -> int:
     sizes, found = config.parallel, model.config.get("text_config") or model.config
     layer = model.layer_parameters
     if model.experts and sizes.expert > 1:
-        one = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
-        experts = 3 * (found.get("hidden_size") or 0) * one * model.experts
+        experts = _experts_of_layer(model)
         layer -= experts - experts * sizes.tensor // sizes.expert  # experts are not split by tensor parallelism
     layers = 1 if config.reshard_after_forward else found.get("num_hidden_layers") or 1
     return int(min(model.parameters, model.outer_parameters + layers * layer)) // sizes.tensor
+
+
+def _experts_of_layer(model: ModelInfo) -> int:
+    """Return the parameters of the routed experts of a layer. 0: the config does not state their sizes."""
+    found = model.config.get("text_config") or model.config
+    one = found.get("moe_intermediate_size") or found.get("intermediate_size") or 0
+    return int(3 * (found.get("hidden_size") or 0) * one * model.experts)
+
+
+def _experts(model: ModelInfo) -> int:
+    """Return the parameters of the routed experts of all layers, estimated as `ModelInfo.parameters` are."""
+    found = {**(model.config.get("text_config") or {}), **model.config, "text_config": None}
+    none = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0)
+    dense = attrs.evolve(model, config=found | none)
+    more = model.layer_parameters - dense.layer_parameters  # in a layer with experts
+    layers = (model.parameters - dense.parameters) // more if more > 0 else 0
+    return layers * _experts_of_layer(model)
 
 
 def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]:
@@ -230,8 +246,9 @@ def _moments(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, int]]
     if config.optimizer.kind == "adamw_8bit":
         yield "AdamW's two moments in 8 bits", 2 * model.parameters + 8 * model.parameters // 256
         return
-    # Muon trains all matrices in the layers. Their norms are counted as well.
-    matrices = model.parameters - model.outer_parameters if config.optimizer.kind == "muon" else 0
+    # Muon trains all matrices in the layers but stacked experts. Their norms are counted as well.
+    inside = model.parameters - model.outer_parameters - _experts(model)
+    matrices = max(0, inside) if config.optimizer.kind == "muon" else 0
     if matrices:
         yield "Muon's momentum in float32", 4 * matrices
     of = " of the other weights" if matrices else ""

@@ -138,7 +138,7 @@ class Experts:
 
     def sums(self) -> Sums:
         """Return new sums for the metrics of a step."""
-        return Sums(len(self._routers), self._routers.experts, self._ranks.device)
+        return Sums(len(self._routers), self._routers.experts, self._ranks.device, self.config)
 
     def routed(self) -> list[Routed]:
         """Return the routing of the last forward pass, of each layer."""
@@ -220,6 +220,9 @@ class Step:
             shares = self.loads
         else:
             shares = routing.shares_of(config, self._experts.joined(chosen), tokens)
+        if config.balance:
+            for load, share in zip(loads, shares, strict=True):
+                self._sums.add_balance(load, share, scale)
         terms = [
             routing.term(config, load, share, self._tokens, scale, layers)
             for load, share in zip(loads, shares, strict=True)

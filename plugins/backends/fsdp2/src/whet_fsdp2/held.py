@@ -146,11 +146,13 @@ class HeldModels:
             self._base = adapter_files.base_digest(Path(info.path))
         if not trained:
             model.requires_grad_(False)
-        root, layout = prepare(
-            model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,
-            compiled=config.compile, checkpointing=trained and config.gradient_checkpointing,
-            float32_head=config.head_dtype == "float32",
-        )  # fmt: skip
+        adapted = self._adapters.only_called() if trained and self._adapters is not None else nullcontext()
+        with adapted:
+            root, layout = prepare(
+                model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,
+                compiled=config.compile, checkpointing=trained and config.gradient_checkpointing,
+                float32_head=config.head_dtype == "float32",
+            )  # fmt: skip
         if self._experts is None:  # the first model that is built is the policy
             self._experts = Experts(root, config.experts, ranks, layout)
         reshard(model)

@@ -10,7 +10,7 @@ A, its experts. The other parts are zero, so the gradient is the sum over all ra
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -107,18 +107,42 @@ class Adapters(AdapterSets):
         Raises `ConfigError` if a target keeps no adapter, or if an adapter that the run starts from would be lost.
         """
         modules = {**self.linears, **{name: module for name, (module, _) in self.experts.items()}}
-        called: set[str] = set()
-        # A hook ends itself, so that none is left where layers are compiled.
-        hooks = {name: module.register_forward_pre_hook(_once(name, called)) for name, module in modules.items()}
-        for name, hook in hooks.items():
-            _HANDLES.setdefault(name, hook)
+        uncalled: dict[str, Any] = {}
+        for name, module in modules.items():
+            uncalled[name] = module.register_forward_pre_hook(partial(_unhook, uncalled, name))
         try:
             yield
         finally:
-            for hook in hooks.values():
+            for hook in uncalled.values():
                 hook.remove()
-        kinds = {_in_layer(name) for name in called}
-        self._leave_out([name for name in modules if _in_layer(name) not in kinds])
+        alive = {_in_layer(name) for name in modules if name not in uncalled}
+        if idle := [name for name in uncalled if _in_layer(name) not in alive]:
+            self._leave_out(idle)
+
+    def _leave_out(self, idle: list[str]) -> None:
+        """Drop the adapters of modules that are never called."""
+        some = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+        why = "the model reads their weights without calling them, or does not use them for text"
+        for name in idle:
+            weights = [weight for weight in self.pairs if weight.rpartition(".")[0] == name]
+            if self._config.adapter and any(self.pairs[weight][1].any() for weight in weights):
+                raise ConfigError(
+                    f"backend.lora.adapter: {self._config.adapter} changes {name}, which is never called: {why}. Merge "
+                    "it into the model by PEFT's merge_and_unload, set model.path to that, and leave the adapter out"
+                )
+            for weight in weights:
+                del self.pairs[weight], self._modules[weight]
+                self._start.pop(weight, None)
+                self.slices.pop(weight, None)
+            self.linears.pop(name, None)
+            self.experts.pop(name, None)
+        for number, target in enumerate(self._config.targets):
+            if not any(matches(target, name) for name in self.linears):
+                words = f"{target!r} matches only layers that an adapter does not change ({some}): {why}"
+                raise ConfigError(f"backend.lora.targets.{number}: {words}; leave it out")
+        if not self.pairs:
+            raise ConfigError(f"backend.lora: no layer is left to adapt ({some}): {why}; leave backend.lora out")
+        logger.warning("backend.lora: no adapter for %s: %s", some, why)
 
     def allocate(self, *, start: bool) -> None:
         """Replace all adapters by new tensors without values: fake ones in a trace. `start`: a copy of them is held."""
@@ -247,22 +271,59 @@ class AdapterWeights(PolicyWeights):
             gradient.copy_(part.view_as(gradient))
 
 
+def _unhook(hooks: dict[str, Any], name: str, module: Any, given: Any) -> None:
+    """Remove a hook at the first call, so that none is left where layers are compiled later."""
+    hooks.pop(name).remove()
+
+
+def _in_layer(name: str) -> str:
+    """Return a module's name with a star for each number but the first, which is that of the layer."""
+    parts = name.split(".")
+    inner = [at for at, part in enumerate(parts) if part.isdigit()][1:]
+    return ".".join("*" if at in inner else part for at, part in enumerate(parts))
+
+
 def find_linears(model: Any, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     """Return the linear layers to adapt, by name: all in the text decoder's layers, or those that a target matches.
 
     Routers are left out: they return more than a product. Raises `ConfigError` if a target matches none.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
-    layers = [module for module in model.get_decoder().modules() if type(module).__name__.removeprefix("FSDP") in names]
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    linears = _linears(model)
+    if not targets:
+        inside = {id(module) for module in _in_layers(model)}
+        return {name: module for name, module in linears.items() if id(module) in inside}
+    return {name: linears[name] for name in chosen(targets, linears, type(model).__name__)}
+
+
+def _linears(model: Any) -> dict[str, nn.Linear]:
+    """Return all linear layers but heads and routers, by name."""
     heads = {id(model.get_output_embeddings()), id(getattr(model, VALUE_HEAD, None))}
-    linears = {
+    return {
         name: module for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) not in heads and not type(module).__name__.endswith("Router")
     }  # fmt: skip
-    if not targets:
-        return {name: module for name, module in linears.items() if id(module) in inside}
-    return {name: linears[name] for name in chosen(targets, linears, type(model).__name__)}
+
+
+def _in_layers(model: Any) -> list[nn.Module]:
+    """Return the modules of the text decoder's layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())  # FSDP2 puts its name before that of a class
+    layers = [module for module in model.get_decoder().modules() if type(module).__name__.removeprefix("FSDP") in names]
+    return [module for layer in layers for module in layer.modules()]
+
+
+def _nothing_to_adapt(model: Any) -> str:
+    """Return what is wrong with a model whose layers have no linear layer, and what to change."""
+    outside = sorted({name.rpartition(".")[2] for name in _linears(model)})
+    weights = [(type(module).__name__, getattr(module, "weight", None)) for module in _in_layers(model)]
+    kinds = {kind for kind, weight in weights if weight is not None and weight.ndim == 2}
+    if outside:
+        change = f"name layers in backend.lora.targets (it has {', '.join(outside)})"
+    elif find_experts(model):
+        change = "set backend.lora.experts: true"
+    else:
+        change = "leave backend.lora out to train all weights, or take a model whose layers are linear layers"
+    found = f", only {', '.join(sorted(kinds))}" if kinds else ""
+    return f"backend.lora: the layers of {type(model).__name__} have no nn.Linear to adapt{found}; {change}"
 
 
 def find_experts(model: Any) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:

@@ -74,8 +74,9 @@ def narrow(model: Any) -> tuple[Narrowed | ReadRows, ...]:
         return ()
     network, reading = getattr(layers[-1], "mlp", None), getattr(layers[-1], "self_attn", None)
     project = getattr(reading, "o_proj", None)
-    # Mixtures of experts return more than a tensor, or count the positions that they get.
-    if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP") or hasattr(network, "experts"):
+    # Mixtures of experts return more than a tensor, or count the positions that they get, if beside the MLP as well.
+    experts = hasattr(network, "experts") or getattr(layers[-1], "experts", None) is not None
+    if not isinstance(project, nn.Linear) or not type(network).__name__.endswith("MLP") or experts:
         return ()
     assert isinstance(network, nn.Module)
     assert isinstance(reading, nn.Module)

@@ -124,7 +124,7 @@ class Experts:
             watch.waiting.clear()
         own = float(used_lengths(batch).sum()) if batch.sequences and counts else 0.0
         tokens, total = self._ranks.sum([own, float(parts)])
-        sums = Sums(arch.layers, arch.experts, device)
+        sums = Sums(arch.layers, arch.experts, device, config)
         step = Step(tokens, total, counts, sums, torch.zeros((), dtype=torch.float64, device=device))
         # A single pass of each rank finds the loads of its layers by itself.
         early = config.balance_of == "model" or self._ranks.max(parts) > 1
@@ -214,6 +214,8 @@ class LayerWatch:
             step.sums.add(self._layer, load, self._compared() if step.counts else None)
             if wanted:
                 self._pass.shares[self._layer] = self._shares(step, load)
+            if wanted and config.balance:
+                step.sums.add_balance(load, *self._pass.shares[self._layer])
         if not wanted:
             return probs
         shares, scale = self._pass.shares[self._layer]

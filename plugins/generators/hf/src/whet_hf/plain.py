@@ -1,7 +1,12 @@
-"""Decode with the model's own code and `transformers`' cache. Works for every model that can generate."""
+"""Decode with the model's own code and `transformers`' cache, whose layers hold keys and values, or states.
+
+A state of a linear-attention or Mamba layer sums up all tokens of a row. A model that keeps something else between its
+tokens (RWKV, xLSTM, RecurrentGemma, MiniMax) cannot be decoded here, and is refused when it is loaded.
+"""
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +22,10 @@ class PlainDecoder:
     def __init__(self, model: Any, routers: Routers | None = None) -> None:
         """Take the model. routers: its routers, if sessions are to record the experts that they choose."""
         self.model, self.routers = model, routers
-        self._last_only = (
-            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        )
+        taken = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self.attends = "cache_params" not in taken
+        """Whether the model has attention. Mamba has none, another word for the cache, and masks prompts alone."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,11 +43,22 @@ class PlainDecoder:
         """Return a session whose prompts are computed. owner [B], ascending: the prompt of each row."""
         return PlainSession(self, prompts, owner)
 
-    def forward(self, **arguments: Any) -> Any:
+    def forward(self, cache: Any, **arguments: Any) -> Any:
         """Return the model's output, with the logits of the last position if the model can restrict them."""
         if self.routers is not None:
             self.routers.listen()
-        return self.model(**arguments, **self._last_only, use_cache=True, return_dict=True)
+        arguments |= {"past_key_values" if self.attends else "cache_params": cache, **self._last_only}
+        return self.model(**arguments, use_cache=True, return_dict=True)
+
+    @cached_property
+    @torch.inference_mode()
+    def cache_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the cache takes for each token of a row, and for each row; measured on a few tokens."""
+        few = torch.arange(4, device=self.model.device)
+        layers = self.begin([few], few[:1], 1).cache.layers
+        token = sum(part.nbytes for layer in layers for part in _kept(layer))
+        states = [state for layer in layers for states in _states(layer) for state in states.values()]
+        return token // len(few), sum(state.nbytes for state in states if state is not None)
 
 
 class PlainSession:
@@ -57,11 +74,12 @@ class PlainSession:
         for row, prompt in enumerate(prompts):
             tokens[row, width - len(prompt) :] = prompt
         self._mask = (torch.arange(width, device=device) >= (width - lengths)[:, None]).long()
+        self.cache = DynamicCache(config=decoder.model.config)
         output = decoder.forward(
+            self.cache,
             input_ids=tokens,
             attention_mask=self._mask,
             position_ids=(self._mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=DynamicCache(config=decoder.model.config),
         )
         self.routed: Any = None
         """The experts of the last tokens [B, layers * k] int16, before `keep`. None: they are not recorded."""
@@ -69,7 +87,6 @@ class PlainSession:
             routed[width - len(prompt) :] for prompt, routed in zip(prompts, self._routed(len(prompts)), strict=False)
         ]
         """The experts of each prompt [prompt, layers * k] int16. Empty: they are not recorded."""
-        self._cache = output.past_key_values
         self._position = lengths
         self.logits = output.logits[:, -1]  # [B, V], of the next token
         self.keep(owner)
@@ -78,10 +95,10 @@ class PlainSession:
         """Append a token to each row. tokens [B]."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         output = self._decoder.forward(
+            self.cache,
             input_ids=tokens[:, None],
-            attention_mask=self._mask,
+            attention_mask=self._mask if self._decoder.attends else None,
             position_ids=self._position[:, None],
-            past_key_values=self._cache,
         )
         if self._decoder.routers is not None:
             self.routed = self._routed(len(tokens))[:, 0]
@@ -100,5 +117,24 @@ class PlainSession:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order. A row may appear more than once."""
-        self._cache.batch_select_indices(rows)
+        select(self.cache, rows)
         self._mask, self._position, self.logits = self._mask[rows], self._position[rows], self.logits[rows]
+
+
+def select(cache: Any, rows: Tensor) -> None:
+    """Keep only these rows of a cache of `transformers`, in this order. A row may appear more than once."""
+    for layer in cache.layers:
+        if hasattr(layer, "batch_select_indices"):  # keys and values
+            layer.batch_select_indices(rows)
+        for states in _states(layer):
+            states |= {i: state.index_select(0, rows) for i, state in states.items() if state is not None}
+
+
+def _states(layer: Any) -> list[dict[int, Tensor | None]]:
+    """Return the states of a layer of a cache by their numbers, as the layer holds them. None: not computed yet."""
+    return [getattr(layer, name, {}) for name in ("conv_states", "recurrent_states")]
+
+
+def _kept(layer: Any) -> list[Tensor]:
+    """Return what a layer of a cache keeps of each token: keys and values, and those of an indexer if it has one."""
+    return [part for part in vars(layer).values() if isinstance(part, Tensor) and part.is_floating_point()]

@@ -28,6 +28,7 @@ from whet_hf.plain import PlainDecoder
 from whet_hf.shared import SharedWeights
 from whet_hf.swap import Weights
 from whet_ops.routing import COLUMN
+from whet_training.rotary import longest_alone
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,9 @@ class Worker:
             raise
         self._strings = StopStrings(path)
         self._weights = Weights()
-        self._max_positions = max_positions(model)
-        self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(model))
+        self._max_positions, self._longest_alone = max_positions(model), longest_alone(model)
+        plain = self._decoder.cache_bytes if isinstance(self._decoder, PlainDecoder) else None
+        self._cache_bytes, self._bytes = cache_bytes, plain or (cache_bytes_per_token(model), 0)
         self._queue: list[_Queued] = []
         self._running: list[_Queued] = []
         self._runner: asyncio.Task[None] | None = None
@@ -219,7 +221,14 @@ class Worker:
                 f"request {request.id} has a prompt of {length} tokens, which leaves no room in the model's "
                 f"{self._max_positions} positions"
             )
-        return min(limit, self._max_positions - length) if self._max_positions else limit
+        limit = min(limit, self._max_positions - length) if self._max_positions else limit
+        if self._longest_alone is not None and length + limit > self._longest_alone:
+            raise WhetError(
+                f"request {request.id} may take {length + limit} tokens, and the model's rotary embeddings (longrope "
+                f"or dynamic) follow the longest sequence of a pass beyond {self._longest_alone} tokens, so its tokens "
+                f"would depend on its batch; set rollout.max_context to {self._longest_alone}"
+            )
+        return limit
 
     async def _run(self) -> None:
         """Decode batch after batch until no request waits."""
@@ -256,10 +265,10 @@ class Worker:
 
     def _next_batch(self) -> list[_Queued]:
         """Remove from the queue, in order, the requests that fit `max_batch` and the cache. Returns at least one."""
-        longest, count = 0, 0
+        longest, count, (token, row) = 0, 0, self._bytes
         for queued in self._queue[: self._max_batch]:
             longest = max(longest, len(queued.job.request.tokens) + queued.job.limit)
-            if count and (count + 1) * longest > self._cache_tokens:
+            if count and (count + 1) * (longest * token + row) > self._cache_bytes:
                 break
             count += 1
         batch, self._queue = self._queue[:count], self._queue[count:]
@@ -303,12 +312,21 @@ def most_cache_bytes(model: Any, cache_bytes: int, max_batch: int) -> int:
 
 
 def cache_bytes_per_token(model: Any) -> int:
-    """Return an estimate of the bytes of keys and values of one token."""
+    """Return an estimate of the bytes of keys and values of one token. 1: the config does not state them."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = getattr(config, "num_hidden_layers", 0)
+    layers = getattr(config, "per_layer_config", None) or [config] * count  # Gemma 4 has layers of two sizes
     size = 4 if model.device.type == "cpu" else model.dtype.itemsize
-    return int(2 * config.num_hidden_layers * heads * head_dim * size)
+    return max(1, sum(_numbers(layer) for layer in layers) * size)
+
+
+def _numbers(layer: Any) -> int:
+    """Return how many numbers the keys and values of one token are in a layer with this config."""
+    heads = getattr(layer, "num_attention_heads", 0)
+    if not heads:
+        return 0
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim)
 
 
 def _lanes(threads: int) -> ThreadPoolExecutor:

@@ -66,8 +66,12 @@ def term(config: ExpertsConfig, found: Load, shares: Tensor, tokens: float, scal
     """
     value = found.squares * (config.z_loss / (tokens * layers))
     if config.balance:
-        value = value + (shares * found.chances).sum() * (config.balance * scale * len(shares) / layers)
+        value = value + _balance(found, shares, config.balance * scale, layers)
     return value
+
+
+def _balance(found: Load, shares: Tensor, scale: float, layers: int) -> Tensor:
+    return (shares * found.chances).sum() * (scale * len(shares) / layers)
 
 
 def disagreement(chosen: Tensor, own: Tensor, sampled: Tensor, at: Tensor) -> Tensor:
@@ -86,10 +90,10 @@ def disagreement(chosen: Tensor, own: Tensor, sampled: Tensor, at: Tensor) -> Te
 class Sums:
     """Sums over the forward passes of a step on one rank, of the layers that it holds; the others are 0."""
 
-    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        self._shape = (layers, experts)
+    def __init__(self, layers: int, experts: int, device: torch.device, config: ExpertsConfig | None = None) -> None:
+        self._shape, self._config = (layers, experts), config or ExpertsConfig()
         self._loads = torch.zeros(2, layers, experts, dtype=torch.float64, device=device)
-        self._scalars = torch.zeros(5, dtype=torch.float64, device=device)
+        self._scalars = torch.zeros(6, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, layer: int, found: Load, compared: Tensor | None) -> None:
@@ -97,7 +101,12 @@ class Sums:
         self._loads[:, layer] += torch.stack([found.chosen, found.chances.double()])
         self._scalars[:2] += torch.stack([found.entropy, found.squares]).double()
         if compared is not None:
-            self._scalars[2:] += compared
+            self._scalars[3:] += compared
+
+    @torch.no_grad()
+    def add_balance(self, found: Load, shares: Tensor, scale: float) -> None:
+        """Add the balance loss of a pass through a layer. shares, scale: those of its `term`."""
+        self._scalars[2] += _balance(found, shares, scale, self._shape[0])
 
     def numbers(self) -> list[float]:
         """Return all sums as a list, to be added up over ranks."""
@@ -107,12 +116,15 @@ class Sums:
     def metrics(self, whole: Sequence[float], tokens: float, *, replay: bool) -> dict[str, Metric]:
         """Return the metrics of a step. whole: `numbers` over all ranks. tokens: T of the step."""
         layers, experts = self._shape
-        chosen, chances = np.reshape(whole[:-5], (2, layers, experts))
-        entropy, squares, compared, different, overruled = whole[-5:]
+        chosen, chances = np.reshape(whole[:-6], (2, layers, experts))
+        entropy, squares, balance, compared, different, overruled = whole[-6:]
         if not tokens:
             return {}
         loads = chosen / chosen.sum(1, keepdims=True) * experts  # 1: as many tokens as every other expert
-        balance = experts * (chosen / tokens * chances / tokens).sum(1).mean()
+        if not self._config.balance:  # nothing is trained: that of the whole batch
+            whole_model = self._config.balance_of == "model"
+            shares = np.broadcast_to(chosen.mean(0), chosen.shape) if whole_model else chosen
+            balance = experts * (shares / tokens * chances / tokens).sum(1).mean()
         found = {
             "experts/load_max": metrics.mean(loads.max(1).mean()),
             "experts/load_min": metrics.mean(loads.min(1).mean()),

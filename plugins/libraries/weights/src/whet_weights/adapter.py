@@ -182,7 +182,7 @@ def _refuse_other_base(folder: Path, start: Any) -> None:
         "FOLDER_OF_THE_UNTRAINED_ADAPTER), which doubles its rank; or "
     )  # fmt: skip
     raise WhetError(
-        f"{folder} was made with init_lora_weights {start!r}, which changes the base weights, so it is no adapter of the "
-        f"model as it is stored; {convert}save the changed base with unload(), set model.path to it, and set "
+        f"{folder} was made with init_lora_weights {start!r}, which changes the base weights, so it is no adapter of "
+        f"the model as it is stored; {convert}save the changed base with unload(), set model.path to it, and set "
         f"init_lora_weights to true in {CONFIG}"
     )
