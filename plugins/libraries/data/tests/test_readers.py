@@ -247,7 +247,8 @@ def test_a_split_or_a_subset_of_data_that_has_none_is_refused(saved, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(RECORDS))
     for path, what in ((saved / "one", "one is a saved data set"), (tmp_path / "a.jsonl", r"a\.jsonl is one file")):
         assert find_file(held_out(path)) == find_file(DataFile(str(path))) == path
-        for split in ("train", "test"):
+        assert find_file(DataFile(str(path), split="train")) == path, "all of it is for training, as in `datasets`"
+        for split in ("test", "validation"):
             with pytest.raises(DataError, match=f"{what}.*has no splits, and `split` is '{split}'"):
                 find_file(DataFile(str(path), split=split))
         with pytest.raises(DataError, match="has no subsets, and `subset` is 'main'"):

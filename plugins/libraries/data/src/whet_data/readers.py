@@ -127,7 +127,7 @@ def find_file(file: DataFile) -> Path | None:
     path = _place(file)
     if path is not None and file.subset:
         raise DataError(f"{file.path} has no subsets, and `subset` is {file.subset!r}; leave `subset` out")
-    if path is not None and path == Path(file.path).expanduser() and file.split not in ("", HELD_OUT):
+    if path is not None and path == Path(file.path).expanduser() and file.split not in ("", "train", HELD_OUT):
         what = "a saved data set of its own" if path.is_dir() else "one file"
         raise DataError(f"{file.path} is {what}, which has no splits, and `split` is {file.split!r}; leave `split` out")
     return path
