@@ -62,10 +62,11 @@ def test_a_machine_that_is_described_needs_the_distribution_that_reads_it(
 def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) -> None:
     done = command("check", str(config), "data.train.0.path=gone.jsonl", "data.validation=[{path: .}]")
     assert done.returncode == 1
+    held_out = "wanted one of `validation` and `test` to validate on, or a key `split` that names the split"
     assert done.stderr.splitlines() == [
         "Error: 2 problems in the config",
         "  command line: data.train.0.path: there is no file 'gone.jsonl'",
-        "  command line: data.validation.0.path: the folder . has no file for the split 'train'; it has data.jsonl",
+        f"  command line: data.validation.0.path: . has the splits data; {held_out}",
     ]
 
 

@@ -243,17 +243,24 @@ def test_a_validation_file_without_a_split_reads_the_split_that_is_held_out(save
         read(held_out(tmp_path))
 
 
-def test_a_split_or_a_subset_of_data_that_has_none_is_refused(saved, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(RECORDS))
-    for path, what in ((saved / "one", "one is a saved data set"), (tmp_path / "a.jsonl", r"a\.jsonl is one file")):
-        assert find_file(held_out(path)) == find_file(DataFile(str(path))) == path
-        assert find_file(DataFile(str(path), split="train")) == path, "all of it is for training, as in `datasets`"
-        for split in ("test", "validation"):
-            with pytest.raises(DataError, match=f"{what}.*has no splits, and `split` is '{split}'"):
-                find_file(DataFile(str(path), split=split))
-        with pytest.raises(DataError, match="has no subsets, and `subset` is 'main'"):
-            find_file(DataFile(str(path), subset="main"))
-        assert records_of(path, split="test"), "the tasks of an environment may be one file"
+def test_a_split_or_a_subset_of_a_saved_data_set_that_has_none_is_refused(saved):
+    path = saved / "one"
+    assert find_file(held_out(path)) == find_file(DataFile(str(path))) == path
+    assert find_file(DataFile(str(path), split="train")) == path, "all of it is for training, as in `datasets`"
+    for split in ("test", "validation"):
+        with pytest.raises(DataError, match=f"one is a saved data set.*has no splits, and `split` is '{split}'"):
+            find_file(DataFile(str(path), split=split))
+    with pytest.raises(DataError, match="has no subsets, and `subset` is 'main'"):
+        find_file(DataFile(str(path), subset="main"))
+
+
+def test_one_file_is_read_whole_and_the_plan_says_what_has_no_effect(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(RECORDS))
+    assert format_words(held_out(path)) == format_words(DataFile(str(path), split="train")) == "JSON lines"
+    told = format_words(DataFile(str(path), split="test", subset="main"))
+    assert told == "JSON lines, one file, so it is read whole whatever `subset` 'main' and `split` 'test' say"
+    assert records_of(path, split="test"), "the tasks of an environment may be one file"
 
 
 def test_the_hash_of_a_saved_data_set_follows_its_rows(saved, tmp_path):

@@ -105,6 +105,10 @@ def format_words(file: DataFile) -> str:
     """Return the format of a file as text for people, e.g. `CSV with semicolons`, and its split where it has some."""
     path = find_file(file)
     words = _format_words(file, path)
+    if path is not None and path.is_file() and path == Path(file.path).expanduser():
+        idle = [f"`subset` {file.subset!r}"] * bool(file.subset)
+        idle += [f"`split` {file.split!r}"] * (file.split not in ("", "train", HELD_OUT))
+        return f"{words}, one file, so it is read whole whatever {' and '.join(idle)} say" if idle else words
     if path is None or path == Path(file.path).expanduser():
         return words
     return f"{words}, split {path.name if path.is_dir() else _stem(path)!r}"
@@ -122,14 +126,16 @@ def _format_words(file: DataFile, path: Path | None) -> str:
 
 def find_file(file: DataFile) -> Path | None:
     """Return the path of a data file or of a saved data set's folder. None: it is a name on the hub. Raises
-    `DataError`, also if the file names a split or a subset and the data has none.
+    `DataError`, also if the config names a split or a subset and a folder has none.
     """
-    path = _place(file)
-    if path is not None and file.subset:
+    path, named = _place(file), Path(file.path).expanduser()
+    if path is None or not named.is_dir():  # one file is read whole, which `format_words` tells
+        return path
+    if file.subset:
         raise DataError(f"{file.path} has no subsets, and `subset` is {file.subset!r}; leave `subset` out")
-    if path is not None and path == Path(file.path).expanduser() and file.split not in ("", "train", HELD_OUT):
-        what = "a saved data set of its own" if path.is_dir() else "one file"
-        raise DataError(f"{file.path} is {what}, which has no splits, and `split` is {file.split!r}; leave `split` out")
+    if path == named and file.split not in ("", "train", HELD_OUT):
+        what = "a saved data set of its own, which has no splits"
+        raise DataError(f"{file.path} is {what}, and `split` is {file.split!r}; leave `split` out")
     return path
 
 

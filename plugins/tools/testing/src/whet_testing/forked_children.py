@@ -7,6 +7,7 @@ started it, as a started program does. It does not keep the start of the interpr
 interpreter or of variables that libraries read at import does not use it.
 """
 
+import atexit
 import gc
 import importlib
 import logging
@@ -98,6 +99,7 @@ def _become(
     code = 1
     try:
         _end_imports()
+        atexit._clear()  # temporary folders of the parent are the parent's
         os.setsid()
         gc.freeze()  # an object of before that were freed would close a descriptor of now
         signal.set_wakeup_fd(-1)
