@@ -65,11 +65,11 @@ def test_every_validation_file_has_a_name_of_its_own(tmp_path, chat):
     assert found == {"eval": 1, "eval-2": 2, "eval-2-2": 3, "eval-3": 4, "eval-1": 5}
 
 
-def test_a_split_of_a_file_that_has_none_is_refused_before_its_records_are_read(make, tmp_path, chat):
+def test_a_subset_of_a_folder_that_has_none_is_refused_before_its_records_are_read(make, tmp_path, chat):
     make(numbered(3))
-    section = DataSection([DataFile(str(tmp_path / "train.jsonl"), split="test")])
+    section = DataSection([DataFile(str(tmp_path), subset="main")])
     for use in (OfflineData.fingerprint, OfflineData.prepare):
-        with pytest.raises(DataError, match=r"train\.jsonl is one file, which has no splits, and `split` is 'test'"):
+        with pytest.raises(DataError, match="has no subsets, and `subset` is 'main'"):
             use(OfflineData(section, chat, 0, 0, encode=encode))
 
 

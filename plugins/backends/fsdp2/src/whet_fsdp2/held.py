@@ -27,7 +27,7 @@ from whet_fsdp2.experts import Experts
 from whet_fsdp2.feed import widths
 from whet_fsdp2.kernels import refuse_unfit
 from whet_fsdp2.lending import lend
-from whet_fsdp2.loading import load_model, longest_alone, prepare, quiet
+from whet_fsdp2.loading import load_model, prepare, quiet
 from whet_fsdp2.lora import Adapters, AdapterWeights
 from whet_fsdp2.optimizer import Stepper
 from whet_fsdp2.ranks import Ranks
@@ -35,6 +35,7 @@ from whet_fsdp2.root import AnyRoot, Root, ValueRoot
 from whet_fsdp2.sharding import local, reshard
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
 from whet_memory.measure import PeakMeter
+from whet_ops.rotary import longest_alone
 from whet_training import adapter_files
 from whet_training.export import copy_companions, set_padding, write_weights
 from whet_training.heads import read_teacher

@@ -26,7 +26,6 @@ from whet_fsdp2.sorted_experts import hasten_experts
 from whet_fsdp2.varlen import kernel_for
 from whet_ops.logprobs import MATRIX, LogitRule
 from whet_training.layout import Layout, pack, places
-from whet_training.rotary import longest_alone as longest_alone
 
 log = logging.getLogger(__name__)
 

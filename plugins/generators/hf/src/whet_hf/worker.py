@@ -27,8 +27,8 @@ from whet_hf.own import OwnWeights
 from whet_hf.plain import PlainDecoder
 from whet_hf.shared import SharedWeights
 from whet_hf.swap import Weights
+from whet_ops.rotary import longest_alone
 from whet_ops.routing import COLUMN
-from whet_training.rotary import longest_alone
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from whet_training.rotary import longest_alone
+from whet_ops.rotary import longest_alone
 
 
 @pytest.mark.parametrize(
