@@ -10,14 +10,13 @@ from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_data.preferences import PAIR_FIELDS
+from whet_data.turns import TOOLS
 from whet_dpo.loss_config import BASELINE, REFERENCE, RESPONSE
 from whet_dpo.whole_config import whole_columns
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 LABELLED_FIELDS = ("prompt", "completion", "messages", "label", "chosen", "rejected")
 """The columns of a record of KTO: `prompt`, `completion` and `label`, or `messages` and `label`, or those of a pair."""
-TOOLS = "tools"
-"""The column with the tools of a record, beside those of its conversations."""
 
 
 def _known(*names: str) -> Any:

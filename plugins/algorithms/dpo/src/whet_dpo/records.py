@@ -18,8 +18,9 @@ from whet_data.turns import (
     text_of,
     with_fields,
     with_system,
+    with_tools_named,
 )
-from whet_dpo.config import LABELLED_FIELDS, TOOLS, DpoConfig, KtoConfig, reads_response_mask
+from whet_dpo.config import LABELLED_FIELDS, DpoConfig, KtoConfig, reads_response_mask
 from whet_dpo.loss_config import RESPONSE
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def _with_tools(
     plain: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Encode a record whose tools stand in the column that `names` has for them."""
-    own = {TOOLS: record.get(names[TOOLS])} if TOOLS in names else {}
-    return encode({**record, **own}, chat, names, plain)
+    return encode(with_tools_named(record, names), chat, names, plain)
 
 
 def encode_with_prompt(

@@ -10,9 +10,9 @@ from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_data.preferences import PAIR_FIELDS
+from whet_data.turns import TOOLS
 
 MARGIN = "margin"
-TOOLS = "tools"
 FIELDS = (*PAIR_FIELDS, MARGIN, TOOLS)
 """The columns of a record: those of a pair, by how much its chosen response is better, and the tools of both."""
 

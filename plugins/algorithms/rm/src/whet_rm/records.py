@@ -15,8 +15,8 @@ from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet.rollout.scorer import whole
 from whet_data.preferences import pair_conversations, pair_texts
-from whet_data.turns import with_fields
-from whet_rm.config import MARGIN, TOOLS, RmConfig, reads_margin
+from whet_data.turns import with_fields, with_tools_named
+from whet_rm.config import MARGIN, RmConfig, reads_margin
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
@@ -41,7 +41,7 @@ def encode(
         asked, *texts = pair_texts(record, names)
         found = [chat.training_completion(asked, text).tokens for text in texts]
     else:
-        record = {**record, **({TOOLS: record.get(names[TOOLS])} if TOOLS in names else {})}
+        record = with_tools_named(record, names)
         chosen, rejected, _ = pair_conversations(record, names)
         chat = with_fields(record, chat, chosen, rejected)
         found = [chat.training(one, "last").tokens for one in (chosen, rejected)]

@@ -149,6 +149,15 @@ def tools_of(value: Any) -> Tools:
     return tuple(_json(_tool(_parsed(one, "tools")), "a tool is") for one in found)
 
 
+TOOLS = "tools"
+"""The column with the tools of a record, beside those of its conversations."""
+
+
+def with_tools_named(record: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the record with its tools in the column `tools`, where `names` has another column for them."""
+    return {**record, TOOLS: record.get(names[TOOLS])} if TOOLS in names else record
+
+
 def with_fields(record: Mapping[str, Any], chat: Tokenizer, *conversations: Conversation) -> Tokenizer:
     """Return the tokenizer with the tools of a record, in its column `tools`.
 
