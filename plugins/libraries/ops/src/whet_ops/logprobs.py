@@ -35,7 +35,7 @@ class LogitRule:
         if not self.float32 or hidden.dtype == torch.float32:
             logits = (hidden @ matrix.T).float()
         elif hidden.is_cuda and not torch.is_grad_enabled():
-            logits = torch.mm(hidden, matrix.T, out_dtype=torch.float32)
+            logits = torch.mm(hidden, matrix.T, out_dtype=torch.float32)  # untested on a GPU
         else:
             logits = hidden.float() @ matrix.float().T
         if bias is not None:
