@@ -115,6 +115,37 @@ with forked_children(), LocalCluster(Path(sys.argv[1])) as cluster:
         os.close(worker)
 
 
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_is_forked_leaves_to_its_parent_what_the_parent_registered(
+    tmp_path: Path, programs: Programs
+) -> None:
+    code = """
+import atexit, os, sys
+from pathlib import Path
+from whet.runtime.local import LocalCluster
+from whet_testing.forked_children import forked_children
+from whet_testing.scripted_worker import TARGET
+
+class Freed:
+    def __del__(self):
+        os.abort()
+
+def note(freed):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{os.getpid() == owner} ")
+
+owner = os.getpid()
+atexit.register(note, Freed())
+with forked_children(), LocalCluster(Path(sys.argv[2])) as cluster:
+    workers = cluster.worker_group("actor").spawn(TARGET, {"offset": 3})
+    assert workers.call("add", 4) == [7]
+note(None)
+os._exit(0)
+"""
+    assert programs.run(code, [str(tmp_path / "noted"), str(tmp_path / "logs")]).returncode == 0
+    assert (tmp_path / "noted").read_text() == "True "
+
+
 def test_another_program_is_started_and_not_forked(tmp_path: Path) -> None:
     from whet.runtime import process
 

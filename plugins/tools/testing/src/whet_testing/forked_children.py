@@ -99,7 +99,7 @@ def _become(
     code = 1
     try:
         _end_imports()
-        atexit._clear()  # temporary folders of the parent are the parent's
+        atexit.register(_leave)  # so what the parent registered, such as to remove its temporary folders, does not run
         os.setsid()
         gc.freeze()  # an object of before that were freed would close a descriptor of now
         signal.set_wakeup_fd(-1)
@@ -132,6 +132,12 @@ def _become(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _leave() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(0)
 
 
 def _end_imports() -> None:
