@@ -54,6 +54,21 @@ def test_the_learning_rate_follows_the_schedule(build, make_batch):
     assert rates == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
+def test_steps_after_those_of_the_run_are_warned_of_once(build, make_batch, caplog, tmp_path):
+    linear = build("llama", schedule=ScheduleConfig("linear"))  # of a run of four steps
+    for _ in range(4):
+        linear.train(make_batch(0), LIKELIHOOD)
+    linear.save(tmp_path / "saved").result()
+    assert "comes after" not in caplog.text
+    for _ in range(2):
+        linear.train(make_batch(0), LIKELIHOOD)
+    assert caplog.text.count("optimizer step 5 comes after the 4 that the algorithm states") == 1
+    resumed = build("llama", schedule=ScheduleConfig("linear"))
+    resumed.load(tmp_path / "saved")
+    resumed.train(make_batch(0), LIKELIHOOD)
+    assert caplog.text.count("optimizer step 5 comes after the 4 that the algorithm states") == 2
+
+
 def test_groups_of_weights_have_rates_and_decays_of_their_own(build, make_batch):
     batch, lr, decay = make_batch(0), 1e-3, 0.5
     groups = (WeightGroup("embed_tokens", lr_factor=0.25), WeightGroup("o_proj", weight_decay=0.0))

@@ -255,8 +255,10 @@ class HeldModels:
 
     @torch.no_grad()
     @leaving_room
-    def load(self, folder: str) -> None:
-        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
+    def load(self, folder: str) -> int:
+        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism. Returns its optimizer
+        steps.
+        """
         reshard(self._root.model)
         saved = checkpoint.Saved(Path(folder))
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._state()["weights"]})
@@ -268,6 +270,7 @@ class HeldModels:
             saved.read_into((f"{kind}/{n}", tensor) for n, tensor in tensors if kind != "weights" or n not in away)
         self._weights.push(self._weights.copied - away)
         self._stepper.load(saved)
+        return self._stepper.steps
 
     def export(self, folder: str) -> None:
         """Write a model folder that `transformers` can load, with the weights that the forward pass uses.

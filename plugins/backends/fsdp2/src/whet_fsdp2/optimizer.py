@@ -1,6 +1,5 @@
 """One optimizer step: the global gradient norm, clipping, the schedule, and AdamW or Muon."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,11 +15,9 @@ from whet_fsdp2.muon import Muon
 from whet_fsdp2.regions import regions, writes
 from whet_fsdp2.sharding import like, local
 from whet_fsdp2.weights import PolicyWeights
-from whet_training.schedule import ScheduleConfig, learning_rate, past_end, without_rate
+from whet_training.schedule import ScheduleConfig, learning_rate
 from whet_training.weight_groups import Rates, rates, refuse_unmatched
 from whet_weights.vectors import is_vector
-
-logger = logging.getLogger(__name__)
 
 
 class Stepper:
@@ -33,9 +30,6 @@ class Stepper:
         """`offload`: keep the state in host memory between steps, see `whet_fsdp2.host_state`."""
         self._weights, self._config, self._schedule = weights, optimizer, schedule
         self._total_steps = schedule.total_steps or total_steps
-        self._planned, self._told = total_steps, False
-        if words := without_rate(schedule, total_steps):
-            logger.warning(words)
         self.steps = 0
         """Optimizer steps taken."""
         hidden = weights.matrices() if optimizer.kind == "muon" else set()
@@ -60,9 +54,6 @@ class Stepper:
         if max_norm and norm > max_norm:
             torch._foreach_mul_(self._weights.gradients(), max_norm / norm)
         rate = self.next_rate()
-        if not self._told and (words := past_end(self._schedule, self.steps + 1, self._planned)):
-            self._told = True
-            logger.warning(words)
         gradients = {name: self._take_gradient(name) for name in self._weights.trained}
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:

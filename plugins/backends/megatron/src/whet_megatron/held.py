@@ -176,9 +176,12 @@ class HeldModels:
         self._planned = None
 
     @as_on_gpu
-    def load(self, folder: str) -> None:
-        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism."""
-        checkpoint.read(Path(folder), self._model, self._steps())
+    def load(self, folder: str) -> int:
+        """Load a checkpoint that `save` wrote, on any number of ranks and with any parallelism. Returns its optimizer
+        steps.
+        """
+        checkpoint.read(Path(folder), self._model, stepper := self._steps())
+        return stepper.steps
 
     def _write_adapter(self, folder: str) -> None:
         """Write the adapter in PEFT's format, if one is trained. Every rank must take part."""

@@ -1,9 +1,10 @@
 """The handle on the driver of a backend whose ranks share batches: splits a batch, and joins the results."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import attrs
 import numpy as np
@@ -18,27 +19,43 @@ from whet.interfaces.backend import Weights
 from whet.interfaces.weights import IN_PLACE, TransferSpec
 from whet.interfaces.workers import Pending, RoleContext, Workers
 from whet_training.layout import Layout
+from whet_training.schedule import ScheduleConfig, past_end, without_rate
 from whet_training.sharing import pair_cost, share
 
+logger = logging.getLogger(__name__)
+
 _ROW = "whet_training_row"
+
+
+class Scheduled(attrs.AttrsInstance, Protocol):
+    """The config of a backend that has a schedule."""
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """The learning rate over optimizer steps."""
 
 
 class ShardedBackend:
     """Implements `whet.interfaces.backend.Backend`, whose methods the workers have.
 
     Besides the methods of `Backend`, which take a shard in place of a batch, a worker has `coordinates` and `live`; see
-    `whet_training.losses.LossWorker`. Its `sleep` is called with whether the weights that it sends sleep as well.
+    `whet_training.losses.LossWorker`. Its `load` returns the optimizer steps of the checkpoint. Its `sleep` is called
+    with whether the weights that it sends sleep as well.
     """
 
-    def __init__(self, target: str, config: attrs.AttrsInstance, context: RoleContext, layout: Layout) -> None:
+    def __init__(self, target: str, config: Scheduled, context: RoleContext, layout: Layout) -> None:
         """Start workers of the class `target`. `layout`: what a batch costs, so that it is shared out evenly."""
         context.status("loading the model to train")
+        self._schedule, self._planned = config.schedule, context.optimizer_steps or context.run.steps
+        self._steps, self._warned = 0, False
+        if context.trained and (words := without_rate(config.schedule, self._planned)):
+            logger.warning(words)
         self._workers = context.worker_group.spawn(
             target,
             {
                 "config": attrs.asdict(config),
                 "model": context.model,
-                "total_steps": context.optimizer_steps or context.run.steps,
+                "total_steps": self._planned,
                 "seed": context.seed,
                 "trained": context.trained,
                 "scratch": str(context.scratch.absolute()),
@@ -70,7 +87,12 @@ class ShardedBackend:
         """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
         whole = None if count_over is None or count_over is batch else count_over.shard(self._axes.data)
         shards = self._share(batch, self._live(batch, loss))
-        return metrics.merge(self._axes.scatter(self._awake, "train", shards, loss, whole))
+        found = metrics.merge(self._axes.scatter(self._awake, "train", shards, loss, whole))
+        self._steps += not {"skipped_steps", "nonfinite_steps"} & set(found)
+        if not self._warned and (words := past_end(self._schedule, self._steps, self._planned)):
+            self._warned = True
+            logger.warning(words)
+        return found
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
         """Return the loss and its metrics, computed without gradient."""
@@ -118,7 +140,7 @@ class ShardedBackend:
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks."""
-        self._awake.call("load", str(folder), phase="load")
+        self._steps = self._awake.call("load", str(folder), phase="load")[0]
 
     def export(self, folder: Path) -> None:
         """Write a model folder that `transformers` can load: weights, config, tokenizer."""
