@@ -52,6 +52,8 @@ def test_a_spec_is_builtins_and_builds_the_same(offers: Registry) -> None:
 
 def test_a_spec_without_a_config_type_passes_its_config_on() -> None:
     assert build(Spec("builtins:dict", "", {"a": 1})) == {"a": 1}
+    with pytest.raises(PluginError, match="builtins:print returned None; it must return what it builds"):
+        build(Spec("builtins:print", "", {}))
 
 
 def test_a_spec_that_does_not_fit_is_refused(offers: Registry) -> None:

@@ -18,16 +18,21 @@ def to_spec(selection: Selection) -> Spec:
 
 def build(spec: Spec, *args: Any) -> Any:
     """Import the target and call it with its config, then `args`. Works in any process, without a plugin registry."""
-    target = resolve(spec.target)
-    if not spec.config_type:
-        return target(spec.config, *args)
-    return target(structure(spec.config, resolve(spec.config_type), None), *args)
+    config = structure(spec.config, resolve(spec.config_type), None) if spec.config_type else spec.config
+    return _call(spec.target, config, *args)
 
 
 def build_selection(selection: Selection, *args: Any) -> Any:
     """Import the target and call it with its config, then `args`. For the driver."""
     with named_errors(f"{kind_word(selection.kind)} {selection.name!r} cannot be built"):
-        return resolve(selection.component.target)(selection.config, *args)
+        return _call(selection.component.target, selection.config, *args)
+
+
+def _call(target: str, *args: Any) -> Any:
+    """Return what a target builds. Raises `PluginError` if it is None, as of a function that forgets to return it."""
+    if (built := resolve(target)(*args)) is None:
+        raise PluginError(f"{target} returned None; it must return what it builds")
+    return built
 
 
 @contextmanager
