@@ -80,7 +80,7 @@ def judge(route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[
         figures=figures(scores, episodes), missing=missing(scores, route.scoring), tasks=scores,
         episodes=len(episodes), dropped=len(failures), failure=min(map(str, failures), default=""),
         infrastructure=sum(failure.infrastructure for failure in failures),
-        undecided=sum(len(episode.undecided) for episode in episodes),
+        undecided=sum(bool(episode.undecided) for episode in episodes),
         records=tuple(row for group in groups for row in record(group)),
     )  # fmt: skip
 

@@ -27,8 +27,9 @@ def parts(folder, **teachers):
     roles = {name: FakeBackend(lambda output, batch, n=n: np.full(batch.tokens, -n, np.float32))
              for name, n in teachers.items()}  # fmt: skip
     return SimpleNamespace(
-        backend=FakeBackend(), roles=roles, config=SimpleNamespace(roles={}), chat=SimpleNamespace(folder=folder)
-    )
+        backend=FakeBackend(), roles=roles, chat=SimpleNamespace(folder=folder),
+        config=SimpleNamespace(roles={}, backend=SimpleNamespace(config=SimpleNamespace(teacher=""))),
+    )  # fmt: skip
 
 
 def config(loss="topk-kl", **options):
@@ -122,8 +123,21 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path,
     folder = make_model(tmp_path, make_tokenizer(["quite other words 99"], vocab_size=280))
     made = parts(tiny_model_folder, teacher=1)
     made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
-    with pytest.raises(ConfigError, match=r"has another tokenizer than the student: \d+ tokens differ, e\.g\. "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^roles\.teacher\.model: .* has another tokenizer than the policy, .*: \d+ tokens differ, e\.g\. ",
+    ):
         Teaching(config(loss), made, read_model(tiny_model_folder))
+
+
+def test_a_teacher_beside_the_policy_with_other_tokens_is_refused(tmp_path, tiny_model_folder):
+    made = parts(tiny_model_folder)
+    beside = made.config.backend.config
+    beside.teacher = str(make_model(tmp_path, make_tokenizer(["quite other words 99"], vocab_size=280)))
+    with pytest.raises(ConfigError, match=r"^backend\.teacher: .* has another tokenizer than the policy"):
+        Teaching(config("full-kl"), made, read_model(tiny_model_folder))
+    beside.teacher = str(tiny_model_folder)
+    Teaching(config("full-kl"), made, read_model(tiny_model_folder))
 
 
 def test_a_teacher_of_another_size_with_the_same_tokens_is_taken(tmp_path, tiny_model_folder, tiny_tokenizer):
@@ -162,6 +176,28 @@ def test_likeliest_tokens_are_those_that_all_models_have(tmp_path, tiny_model_fo
         assert (found["teacher_topk_logprobs"] == [0, -2, -4, -6]).all()
     with pytest.raises(WhetError, match="more than 16 are rows of padding"):
         Teaching(config(topk=18, topk_of=source), made, student)(batch)
+    with pytest.raises(ConfigError, match=rf"algorithm\.topk: is {rows + 1}, more than the {rows} tokens"):
+        Teaching(config(topk=rows + 1, topk_of=source), made, student)
+
+
+def test_all_tokens_of_the_student_can_be_asked_of_a_teacher_with_more_rows(
+    tmp_path, tiny_model_folder, tiny_tokenizer
+):
+    folder = make_model(tmp_path, tiny_tokenizer, hidden=32, layers=1)
+    student = read_model(tiny_model_folder)
+    rows = student.vocab_size
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": rows + 16}))
+    made = parts(tiny_model_folder, teacher=1)
+    made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
+    order = np.arange(rows + 16)[::-1]  # padding is likeliest
+    made.roles["teacher"] = SimpleNamespace(
+        score=lambda batch, outputs: {
+            name: np.tile(order if name.startswith("topk_ids") else -order, (batch.tokens, 1)) for name in outputs
+        }
+    )
+    found = Teaching(config(topk=rows), made, student)(random_batch(0))
+    assert (found["topk_ids"] == np.arange(rows)[::-1]).all()
 
 
 def test_shares_are_between_0_and_1():

@@ -37,7 +37,7 @@ def run():
         watch = Watch()
         numbers = WatchedSteps(watch, steps)
         parts = SimpleNamespace(
-            config=SimpleNamespace(rollout=RolloutSection(max_tokens=8, max_staleness=staleness)),
+            config=SimpleNamespace(rollout=RolloutSection(max_tokens=8, max_staleness=staleness), roles={}),
             rollouts=WatchedRollouts(watch, config.group_size),
             backend=Named(watch, "policy"),
             roles={"critic": Named(watch, "critic")},

@@ -70,6 +70,15 @@ def test_to_bootstrap_the_value_after_a_cut_response_is_kept(batch):
     assert after is None
 
 
+@pytest.mark.parametrize(("stopped", "expected"), [([True, False], [9, 9]), ([False, True], [0, 0])])
+def test_parts_of_a_conversation_have_the_value_after_its_last_part(batch, stopped, expected):
+    critic = FakeBackend(lambda output, batch: np.arange(batch.tokens, dtype=np.float32))
+    parts = batch.with_columns(stopped=np.array(stopped), conversation=np.zeros(2, np.int64))
+    values, after = values_of(parts, critic, bootstrap=True)
+    assert values.tolist() == [0, 1, 2, 0, 4, 0, 7, 8]
+    assert after.tolist() == expected
+
+
 def estimated(batch, section, after=None, values=(0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5)):
     placed, _ = place_rewards(batch, KlRewardSection())
     return estimate(placed, np.array(values, np.float32), after, section)

@@ -248,11 +248,34 @@ def test_a_judge_that_prefers_a_position_decides_nothing(judged):
     assert [one["judge"] for one in compared(environment, "a", "bbb", "cc")] == [0.5, 0.5, 0.5]
 
 
-def test_verdicts_that_cannot_be_read_are_ties_and_counted(judged):
+def test_verdicts_that_cannot_be_read_count_as_nothing_and_are_counted(judged):
     environment, _ = judged(lambda text: "Better: A" if "# Response A\n> a\n" in text else "both!", compare="rank")
     a, b = compared(environment, "a", "b")
-    assert (a["judge"], b["judge"]) == (0.75, 0.25)
+    assert (a["judge"], b["judge"]) == (1.0, 0.0)
     assert a["judge_unreadable"] == b["judge_unreadable"] == 0.5
+
+
+@pytest.mark.parametrize(("weight", "worst"), [(1.0, 0.0), (-1.0, 1.0)])
+def test_a_response_that_the_judge_cannot_compare_gains_nothing_and_takes_nothing_from_others(judged, weight, worst):
+    criteria = [Criterion("long", "Long.", weight)]
+    environment, _ = judged(
+        lambda text: "what?" if "HACK" in text else the_longer(text), compare="rank", pairs=0, rubric=criteria
+    )
+    found = compared(environment, "a", "bbb", "a HACK")
+    assert [one["judge_long"] for one in found] == [0.0, 1.0, worst]
+    assert [one["judge_unreadable"] for one in found] == [0.5, 0.5, 1.0]
+    assert [one["judge_long"] for one in compared(environment, "bbb", "a HACK")] == [worst, worst]
+
+
+@pytest.mark.parametrize("unreadable", ["undecided", "lowest"])
+def test_a_judge_that_cannot_be_read_is_worst_for_a_criterion_of_negative_weight(judged, unreadable):
+    criteria = [Criterion("good", "Good."), Criterion("rude", "Rude.", -1.0)]
+    environment, _ = judged("I cannot say.", rubric=criteria, unreadable=unreadable)
+    with noted():
+        assert play(environment, "42")[0] == {"judge_good": 0.0, "judge_rude": 1.0}
+    environment, _ = judged("I cannot say.", judge_weight=-0.5, unreadable=unreadable)
+    with noted():
+        assert play(environment, "42")[0] == {"judge": 1.0}
 
 
 def test_the_number_of_comparisons_is_limited(judged):

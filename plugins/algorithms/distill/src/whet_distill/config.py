@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 
 from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
@@ -126,7 +126,8 @@ class TeacherPgConfig(AverageConfig):
 
 def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the loop on rollouts."""
-    read = facts_of(config.loss, model, LossFacts).columns_read
+    read, wanted = facts_of(config.loss, model, LossFacts).columns_read, need(config, model)
+    taught = dict.fromkeys(sorted({"teacher", *config.teachers.values()}), evolve(wanted, conversations=True))
     return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | ({"old_logprobs"} if read & TOKEN_COLUMNS else set()),
@@ -136,9 +137,8 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
         optimizer_steps=lambda steps: {"backend": steps * config.minibatches},
-        roles=dict.fromkeys(sorted({"teacher", *config.teachers.values()}), need(config, model))
-        if need(config, model).outputs else {},
-    )  # fmt: skip
+        roles=taught if wanted.outputs else {},
+    )
 
 
 def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> AlgorithmFacts:

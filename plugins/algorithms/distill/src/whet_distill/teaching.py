@@ -7,10 +7,11 @@ import numpy as np
 
 from whet.component import LossFacts
 from whet.data.batch import Batch
-from whet.errors import WhetError
+from whet.data.model_info import locate, read_model
+from whet.errors import ConfigError, WhetError
 from whet.plan.plan import facts_of
+from whet_chat.same_tokens import folders_of_roles, refuse_other_tokens
 from whet_distill.config import TOKEN_COLUMNS, TOPK_COLUMNS, TaughtConfig
-from whet_distill.tokenizers import rows_of_teacher
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
@@ -29,14 +30,23 @@ class Teaching:
     def __init__(
         self, config: TaughtConfig, parts: "Parts", model: "ModelInfo", teachers: Mapping[str, str] | None = None
     ) -> None:
-        """Take `teachers` as roles by environment. Raises `ConfigError` where one has other tokens than the student."""
+        """Take `teachers` as roles by environment. Raises `ConfigError` if one has other tokens than the student, or if
+        all together have fewer than `topk`.
+        """
         self._config, self._student, self._roles = config, parts.backend, parts.roles
         self._teachers = teachers or {}
         self._read = facts_of(config.loss, model, LossFacts).columns_read
-        taught = {name: role.model for name, role in parts.config.roles.items() if name in parts.roles and role.model}
-        rows = {rows_of_teacher(name, section, parts.chat.folder) for name, section in taught.items()}
-        rows.add(model.vocab_size)
-        self._rows, self._spare = min(rows), SPARE * (len(rows) > 1)
+        trained = parts.config.backend
+        if trained and (beside := getattr(trained.config, "teacher", "")):
+            refuse_other_tokens("backend.teacher", locate(beside, config_only=True), parts.chat.folder)
+        rows = dict.fromkeys(parts.roles, model.vocab_size)
+        rows |= {name: read_model(folder).vocab_size for name, folder in folders_of_roles(parts).items()}
+        self._shared_rows = min([model.vocab_size, *rows.values()])
+        asked = min(rows.values(), default=0) if config.topk_of == "teacher" else model.vocab_size
+        self._k = min(config.topk + SPARE * (len({model.vocab_size, *rows.values()}) > 1), asked)
+        if self._read & TOPK_COLUMNS and config.topk > self._shared_rows:
+            words = f"is {config.topk}, more than the {self._shared_rows} tokens that student and teachers have"
+            raise ConfigError(f"algorithm.topk: {words}; lower it")
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with `topk_ids` and `teacher_topk_logprobs` [N, K], or `teacher_logprobs` [N]."""
@@ -47,8 +57,7 @@ class Teaching:
         return batch
 
     def _with_topk(self, batch: Batch) -> Batch:
-        k = min(self._config.topk + self._spare, self._rows) if self._spare else self._config.topk
-        ids, logprobs = f"topk_ids:{k}", f"topk_logprobs:{k}"
+        ids, logprobs = f"topk_ids:{self._k}", f"topk_logprobs:{self._k}"
         if self._config.topk_of == "teacher":
             found = self._ask(batch, (ids, logprobs))
             kept = self._shared(found[ids])
@@ -60,12 +69,12 @@ class Teaching:
 
     def _shared(self, ids: Any) -> Any:
         """Return which of the likeliest tokens [N, K + spare] to keep: the first K that all models have [N, K]."""
-        lacking = ids >= self._rows
+        lacking = ids >= self._shared_rows
         kept = np.argsort(lacking, axis=1, kind="stable")[:, : self._config.topk]
         if np.take_along_axis(lacking, kept, axis=1).any():
             raise WhetError(
-                f"of the likeliest tokens of a model, more than {self._spare} are rows of padding from {self._rows} "
-                "on, which another model does not have; pad its embeddings to the same size"
+                f"of the likeliest tokens of a model, more than {self._k - self._config.topk} are rows of padding from "
+                f"{self._shared_rows} on, which another model does not have; pad its embeddings to the same size"
             )
         return kept
 

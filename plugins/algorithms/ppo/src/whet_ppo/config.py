@@ -100,7 +100,7 @@ def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
     return policy_facts(
         config, config.loss, config.group_size, columns=("old_values", "returns", "token_rewards"),
         token_advantages=True, optimizer_steps=optimizer_steps,
-        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
+        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True, conversations=True)},
     )  # fmt: skip
 
 

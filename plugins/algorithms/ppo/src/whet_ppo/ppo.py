@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.data.randomness import derive_seed
+from whet_chat.same_tokens import folders_of_roles
 from whet_ops.algorithms.config import reads_old_logprobs, wants_reference
 from whet_ops.algorithms.policy_steps import (
     choose_old_logprobs,
@@ -41,7 +42,8 @@ class Ppo:
         self.config = config
 
     def run(self, parts: "OnlineParts") -> None:
-        """Run from the first step that is left to the last."""
+        """Run from the first step that is left to the last. Raises `ConfigError` if the critic has other tokens."""
+        folders_of_roles(parts)
         config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
         reference = wants_reference(config, config.loss)
         value_loss, run = to_spec(config.value_loss), parts.config.rollout

@@ -12,7 +12,7 @@ from whet_ops.advantages import whiten
 from whet_ops.algorithms.config import KlRewardSection
 from whet_ops.algorithms.policy_steps import advantage_metrics, penalise_kl
 from whet_ops.gae import adaptive_lambda, explained_variance, gae
-from whet_ops.members import placed_rewards
+from whet_ops.members import conversations, joined, placed_rewards
 from whet_ops.reductions import segment_sum
 from whet_ppo.config import GaeSection
 
@@ -41,12 +41,18 @@ def place_rewards(
 
 
 def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return the critic's values [N], and the values after responses that were cut [B], 0 after the others."""
+    """Return the critic's values [N], and the values after responses that were cut [B], 0 after the others.
+
+    All parts of a conversation have the value after its last part: they have its reward, too.
+    """
     if not bootstrap:
         return critic.score(batch, ("values",))["values"], None
-    longer, last = one_place_more(batch, ~np.asarray(batch["stopped"]))
+    first, conversation = conversations(batch)
+    last_parts, wanted = np.append(first[1:], batch.sequences) - 1, np.zeros(batch.sequences, np.bool_)
+    wanted[last_parts] = ~np.asarray(joined(batch)["stopped"])
+    longer, last = one_place_more(batch, wanted)
     values = np.asarray(critic.score(longer, ("values",))["values"])
-    return np.delete(values, last), values[last]
+    return np.delete(values, last), values[last][last_parts][conversation]
 
 
 def one_place_more(batch: Batch, wanted: NDArray[Any]) -> tuple[Batch, NDArray[Any]]:

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import attrs
 from attrs import evolve, field, frozen, validators
 
 from whet.component import EnvironmentFacts, RoleNeed
@@ -116,8 +117,16 @@ def _rubric(instance: object, attribute: Any, value: str | list[Criterion]) -> N
 def _scores(instance: "RubricJudgeConfig", attribute: Any, value: str) -> None:
     if value and (instance.compare == "rank" or instance.environment is None):
         raise ValueError(f"is {value!r}, which needs an `environment` with this reward, and compare: none")
-    if value and not isinstance(instance.rubric, str) and any(one.weight < 0 for one in instance.rubric):
+    if value and any(one.weight * instance.judge_weight < 0 for one in instance.criteria.values()):
         raise ValueError(f"is {value!r}, and a criterion has a weight below 0, so 1 would be its worst reward")
+
+
+def _ranked(instance: "RubricJudgeConfig", attribute: Any, value: str) -> None:
+    if value != "rank":
+        return
+    for name, other in attrs.fields_dict(type(instance)).items():
+        if name in ("lowest", "highest", "combine", "unreadable") and getattr(instance, name) != other.default:
+            raise ValueError(f"is rank, where no score is read; leave {name} out, or set compare: none")
 
 
 def _above_lowest(instance: "RubricJudgeConfig", attribute: Any, value: float) -> None:
@@ -166,13 +175,15 @@ class RubricJudgeConfig(JudgedConfig):
     unreadable: Literal["undecided", "lowest"] = "undecided"
     """What a response of the judge without a score between `lowest` and `highest` counts as. `undecided`: it is left
     out; if no vote can be read, the reward is 0 and the episode counts in the metric `grader/undecided`. `lowest`: it
-    is the lowest score."""
+    is the lowest score. Where `weight` times `judge_weight` is below 0, the reward is 1 and the score the highest: an
+    unreadable response is never worth more than any other."""
     unless: str = field(default="", validator=_scores)
     """A reward of the wrapped environment, e.g. `correct`. Where it is 1 or more, the judge is not asked, and its
     rewards are 1. So a program decides first, and the judge reads what it refused. Empty: the judge is always asked."""
-    compare: Literal["none", "rank"] = "none"
+    compare: Literal["none", "rank"] = field(default="none", validator=_ranked)
     """`rank`: the judge gives no scores. It compares pairs of a group's responses, each pair in both orders. The reward
-    is the share of comparisons won, from 0 to 1; a tie counts half."""
+    is the share of comparisons won, from 0 to 1; a tie counts half. A verdict that cannot be read counts as nothing. A
+    response without any readable verdict has won none."""
     comparison: str = field(
         default=COMPARISON,
         validator=template_with(("rubric", "prompt", "first", "second", "gold"), ("first", "second")),

@@ -94,14 +94,19 @@ class RubricJudge(Judged):
         texts = [reply.text for reply in replies]
         recorder.record(name, texts[0] if len(texts) == 1 else texts)
         found = [score_in(reply, config.lowest, config.highest) for reply in replies]
+        worst = self._worst(criterion)
         if config.unreadable == "lowest":
-            found = [config.lowest if score is None else score for score in found]
+            found = [(config.highest if worst else config.lowest) if score is None else score for score in found]
         scores = [score for score in found if score is not None]
         if not scores:
             note(f"the judge gave no score from {config.lowest:g} to {config.highest:g}: {texts[-1]!r:.200}")
-            return 0.0
+            return worst
         score = mean(scores) if config.combine == "mean" else median(scores)
         return (score - config.lowest) / (config.highest - config.lowest)
+
+    def _worst(self, criterion: Criterion) -> float:
+        """Return the reward of a criterion that adds least to the training reward."""
+        return 1.0 if criterion.weight * self._config.judge_weight < 0 else 0.0
 
     async def _ranks(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
         """Return the share of comparisons that each episode wins, and the rewards of the wrapped environment.
@@ -121,12 +126,14 @@ class RubricJudge(Judged):
             found = await _all(self._compare(name, values, distinct[i], distinct[j]) for i, j in pairs)
             won: dict[Pair, float] = {}
             for pair, verdicts in zip(pairs, found, strict=True):
-                won[pair] = mean(0.5 if verdict is None else verdict for verdict in verdicts)
+                if readable := [verdict for verdict in verdicts if verdict is not None]:
+                    won[pair] = mean(readable)
                 for i in pair:
                     unread[i].append(verdicts.count(None) / len(verdicts))
             rates = dict(zip(distinct, win_rates(len(distinct), won), strict=True))
+            lost = {distinct[i] for pair in pairs for i in pair} - {distinct[i] for pair in won for i in pair}
             for reward, text in zip(rewards, shown, strict=True):
-                reward[name] = rates[text]
+                reward[name] = self._worst(criterion) if text in lost else rates[text]
         shares = {text: mean(share or [0.0]) for text, share in zip(distinct, unread, strict=True)}
         return [{**reward, self._unread: shares[text]} for reward, text in zip(rewards, shown, strict=True)]
 

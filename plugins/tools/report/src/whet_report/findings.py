@@ -78,7 +78,7 @@ def _rollouts(metrics: Metrics) -> Iterator[Finding]:
     for name, what in (
         ("episodes/failed", "episodes failed"),
         ("groups/dropped", "groups were dropped"),
-        ("grader/undecided", "responses were beyond the limits of their grader, and count as wrong"),
+        ("grader/undecided", "responses could not be graded, and count as wrong"),
     ):
         count = sum(row[name] for row in metrics.values() if math.isfinite(row.get(name, math.nan)))
         if count:
