@@ -22,6 +22,11 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 
+def printable(text: str) -> str:
+    """Return text with escapes in place of characters that could control the terminal. Errors may quote a model."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
 def place_of(error: BaseException) -> str:
     """Return the place where an error was raised.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError, WhetError, printable
 
 if TYPE_CHECKING:
     from whet.plugins.registry import Registry
@@ -66,15 +66,12 @@ class Group(Command, click.Group):
 
 
 def message(error: WhetError) -> str:
-    """Return an error's text for the terminal. Several problems get a line each.
-
-    Errors of environments and graders may quote a model, so characters that could control the terminal are escaped.
-    """
+    """Return an error's text for the terminal. Several problems get a line each."""
     problems = error.problems if isinstance(error, ConfigError) else []
     lines = [f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)]
     text = str(error) if len(problems) < 2 else "\n".join(lines)
     text += f"\n{error.remedy}" if isinstance(error, ConfigError) and error.remedy else ""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+    return printable(text)
 
 
 def config_arguments(function: Decorated) -> Decorated:

@@ -131,7 +131,7 @@ class Player(Sequences):
                 cause = error
             else:
                 assignment.tally["done"] += 1
-                assignment.tally["undecided"] += bool(episode.undecided)
+                assignment.tally.update(["undecided"] * bool(episode.undecided))
                 return episode
             kind = "infrastructure" if is_infrastructure(cause) else "failed"
             failures[kind] += 1

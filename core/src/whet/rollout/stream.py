@@ -34,7 +34,7 @@ from attrs import evolve
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, largest, mean, merge, total
 from whet.data.records import Group, Sampling
-from whet.errors import CheckpointError, PluginError, WhetError, WorkerError, in_words
+from whet.errors import CheckpointError, PluginError, WhetError, WorkerError, in_words, printable
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.state import load_states, states
@@ -313,7 +313,7 @@ class RolloutStream:
         self._journal("group dropped", group=slot.index, environment=name, task=slot.task, cause=in_words(error)[:500])
         if name not in self._told:
             self._told.add(name)
-            log.warning("environment %r: a group was dropped, because %s", name, in_words(error))
+            log.warning("environment %r: a group was dropped, because %s", name, printable(in_words(error)))
         if (count := self._again("infrastructure" if lost else "failed")) >= limit:
             where = f"environment {name!r}, task {slot.task}"
             said = str(error) if where in str(error) else f"{where}: {in_words(error)}"

@@ -297,7 +297,7 @@ class Steps:
             took = f"a step took up to {self._longest:.0f} s, "
             took += f"its evaluation {evaluation:.0f} s, " if evaluation else ""
             took += f"and a save is expected to take {save:.0f} s"
-            announce(f"{why} in {left:.0f} s; {took}: saving step {self.done}, then ending")
+            announce(f"{why} in {max(left, 0.0):.0f} s; {took}: saving step {self.done}, then ending")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

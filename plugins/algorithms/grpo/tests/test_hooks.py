@@ -17,7 +17,9 @@ LOSS = {"use": "clipped-pg"}
 def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
     """Return a function that checks a run of GRPO with these keys, and returns its problems."""
 
-    def check(backend: dict[str, Any] | None = None, **algorithm: Any) -> list[str]:
+    def check(
+        backend: dict[str, Any] | None = None, sampling: dict[str, Any] | None = None, **algorithm: Any
+    ) -> list[str]:
         document = {
             "run": {"folder": str(tmp_path / "run"), "steps": 1},
             "model": {"path": str(tiny_model_folder)},
@@ -25,7 +27,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
             "backend": {"use": "fsdp2", **(backend or {})},
             "generator": {"use": "hf"},
             "rollout": {"max_tokens": 16},
-            "environments": [{"use": "arithmetic"}],
+            "environments": [{"use": "arithmetic", "sampling": sampling or {}}],
         }
         (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
         try:
@@ -50,6 +52,8 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"correction": {"mask": "token", "count_masked": False}, "loss": "gspo"},
         {"loss": {"use": "clipped-pg", "aggregation": "constant", "max_length": 16, "count_empty": True}},
         {"overlong": {"penalty": 1.0, "buffer": 8, "bounded": False}},
+        {"overlong": {"penalty": 1.0, "buffer": 8}, "sampling": {"max_tokens": 16}},
+        {"overlong": {"penalty": 1.0, "buffer": 8, "length": 50}, "sampling": {"max_tokens": 50}},
         {"correction": {"mask": "worst", "measure": "k3", "high": 0.01, "max_mean_error": 2.0}},
         {"correction": {"weights": "sequence", "normalise": True}, "loss": "gspo"},
         {"advantages": {"use": "group-mean", "singleton": "reward"}, "group_size": 1},
@@ -149,6 +153,11 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),
         ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
         ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),
+        ({"loss": {**LOSS, "max_length": 16}}, "algorithm.loss.max_length", "no effect on the aggregation `token`"),
+        (
+            {"overlong": {"penalty": 1.0, "buffer": 4}, "sampling": {"max_tokens": 50}},
+            "algorithm.overlong.length", "an environment has a sampling.max_tokens of 50; set the length",
+        ),
         ({"loss": {**LOSS, "clip_dual": 1.1}}, "algorithm.loss.clip_dual", "wanted more than 1 + clip_high"),
         ({"loss": {"use": "reinforce", "max_weight": 0.0}}, "algorithm.loss.max_weight", "must be > 0"),
         (

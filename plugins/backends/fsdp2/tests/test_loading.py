@@ -40,6 +40,27 @@ def test_weights_of_another_shape_are_named(make_worker, folders, tmp_path):
         make_worker(folder=copy_of(folders(), tmp_path, intermediate_size=100))
 
 
+def test_weights_that_are_not_finite_are_named(make_worker, folders, tmp_path):
+    folder = shutil.copytree(folders(), tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the weight model\.norm\.weight has values that are not finite"):
+        make_worker(folder=folder)
+
+
+def test_a_tied_model_whose_files_have_a_head_of_its_own_is_exported_untied(make_worker, folders, tmp_path):
+    folder = shutil.copytree(folders(), tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    make_worker(folder=folder).export(str(tmp_path / "out"))
+    assert not json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
+    make_worker().export(str(tmp_path / "tied"))
+    assert json.loads((tmp_path / "tied/config.json").read_text())["tie_word_embeddings"]
+
+
 def test_a_cut_off_file_is_reported_with_its_folder(make_worker, folders, tmp_path):
     broken = copy_of(folders(), tmp_path)
     file = broken / "model.safetensors"

@@ -260,7 +260,7 @@ def test_a_checkpoint_of_other_weights_targets_or_kind_is_refused(make_worker, b
     for made, words in (
         (make_worker(lora=LORA, folder=other), "adapter of other weights"),
         (make_worker(lora={**LORA, "targets": ["q_proj"]}), "optimizer state of .*down_proj.lora_A"),
-        (make_worker(lora={**LORA, "rank": 8}), "has shape"),
+        (make_worker(lora={**LORA, "rank": 8}), r"backend\.lora\.rank: is 8, and the adapter .* has 4"),
         (make_worker(), "is missing"),
     ):
         with pytest.raises(CheckpointError, match=words):
@@ -286,6 +286,17 @@ def test_an_adapter_to_start_from_must_have_the_same_rank_scaling_and_targets(ma
         make_worker(lora={**LORA, "adapter": str(tmp_path / "dora")})
     with pytest.raises(WhetError, match="no LoRA adapter in PEFT's format"):
         make_worker(lora={**LORA, "adapter": str(tmp_path / "nothing")})
+
+
+def test_a_checkpoint_of_an_adapter_with_another_scaling_is_refused(make_worker, tmp_path):
+    make_worker(lora=LORA).save(str(tmp_path / "saved"))
+    for change, words in (
+        ({"alpha": 60.0}, r"cannot be loaded: backend\.lora\.alpha: is 60\.0, and the adapter .* has 6\.0"),
+        ({"rslora": True}, r"backend\.lora\.rslora: is True"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            make_worker(lora={**LORA, **change}).load(str(tmp_path / "saved"))
+    make_worker(lora=LORA).load(str(tmp_path / "saved"))
 
 
 def test_targets_that_match_nothing_are_refused_with_what_there_is(make_worker):

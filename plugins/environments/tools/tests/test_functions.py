@@ -75,6 +75,7 @@ def test_results_are_text():
     assert called("weather", {"city": "Rome"}).text == '{"city":"Rome","temperature":20,"days":null}'
     assert called("slowly", {"number": 4}).text == "8"
     assert [as_text(value) for value in (None, "a\n", 3, 2.5, True, ["ä"])] == ["", "a\n", "3", "2.5", "true", '["ä"]']
+    assert [as_text(value) for value in (float("nan"), -float("inf"))] == ["nan", "-inf"]
     assert as_text(object()).startswith("<object")
 
 
@@ -90,6 +91,12 @@ def test_the_episode_is_no_argument_of_the_model():
     given = {"data": {"question": "Q"}, "split": "train", "state": {"words": ["z"]}}
     answer = called("remember", {"word": "a"}, given)
     assert (answer.text, answer.state) == ("Q train z a", {"words": ["z", "a"]})
+
+
+def test_a_state_that_cannot_be_kept_is_an_error_of_the_author_and_no_answer():
+    given = {"data": {"question": "Q"}, "split": "train", "state": {"words": ["z"], "seen": {1}}}
+    with pytest.raises(PluginError, match=r"episode\.state of the function remember cannot be written as JSON"):
+        called("remember", {"word": "a"}, given)
 
 
 @pytest.mark.parametrize(

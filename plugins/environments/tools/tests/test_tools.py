@@ -9,7 +9,7 @@ from tool_episodes import FILE, call, episode, made, played, result
 
 from whet.errors import ConfigError, DataError
 from whet_env_tools.answers import canonical, final_answer, is_right
-from whet_env_tools.processes import ToolsBroken
+from whet_env_tools.processes import Outcome, ToolsBroken
 from whet_env_tools.text_calls import LONGEST, read_calls
 
 NONE = {"wrong_calls": 0.0, "failed_calls": 0.0}
@@ -99,6 +99,34 @@ def test_search_and_python_are_tools_too(tmp_path):
     assert "NameError" in results[3]
     assert 'wanted {"query": text}' in results[3]
     assert rewards == {"correct": 1.0, "calls": 6.0, "wrong_calls": 1.0, "failed_calls": 1.0}
+
+
+HALF = "\\ud800"
+"""Half of a character, as JSON has it."""
+
+
+def test_half_of_a_character_in_a_call_is_a_wrong_call_and_harms_no_other(tmp_path):
+    bad = [
+        call("slowly", number=1).replace('"number"', f'"{HALF}"'),
+        call("raises", text="x").replace('"x"', f'"{HALF}"'),
+    ]
+    rewards, results = played(made(tmp_path, "slowly", "raises"), "".join([*bad, call("slowly", number=2)]), "no")
+    assert results[0].count("Wrong arguments: ") == 2
+    assert results[0].count("surrogates not allowed") == 2
+    assert "\n4\n" in results[0]
+    assert (rewards["wrong_calls"], rewards["failed_calls"]) == (2.0, 0.0)
+
+
+def test_half_of_a_character_in_a_result_is_replaced(tmp_path):
+    environment = made(tmp_path, "slowly", python={})
+    code = "x = 6\nprint('a' + chr(0xd800))"
+    texts = [call("python", code=code), call("python", code="raise ValueError(chr(0xd800))"), call("python", code="x")]
+    rewards, results = played(environment, *texts, "no")
+    assert results[0] == result("a\\ud800")
+    assert "ValueError: \\ud800" in results[1]
+    assert results[2] == result("6"), "the variables are there"
+    assert rewards["failed_calls"] == 0.0
+    assert Outcome("a\ud800b\U0001f600").text == "a\ufffdb\U0001f600"
 
 
 def test_special_tokens_in_results_are_broken(tmp_path):

@@ -222,6 +222,12 @@ def test_prompts_are_those_of_transformers(name, load):
         assert chat.prompt(talk).dtype == np.int64
 
 
+def test_half_of_a_character_is_named_with_what_is_around_it(load):
+    chat, _ = load(*next(iter(CASES.values()))[:2])
+    with pytest.raises(DataError, match=r"half of a character \(a lone surrogate\), in 'ab\\ud800c'"):
+        chat.encode("ab\ud800c")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_training_tokens_are_those_of_transformers(name, load):
     kind, template, talks = CASES[name]

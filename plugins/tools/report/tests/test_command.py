@@ -1,6 +1,7 @@
 """The command, as `whet` runs it."""
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,19 @@ def test_the_page_is_written_into_the_run_folder_or_where_it_is_wanted(run_folde
         assert done.exit_code == 0, done.output
         assert done.output.startswith(f"wrote {file} (")
         assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_link_stays_a_link_and_what_is_no_file_is_refused(run_folders, tmp_path):
+    run = run_folders.write(tmp_path / "run")
+    (tmp_path / "link.html").symlink_to("target.html")
+    assert CliRunner().invoke(group, ["report", str(run), "--out", str(tmp_path / "link.html")]).exit_code == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "target.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    os.mkfifo(tmp_path / "pipe")
+    done = CliRunner().invoke(group, ["report", str(run), "--out", str(tmp_path / "pipe")])
+    assert done.exit_code == 1
+    assert "pipe is no regular file" in done.output
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("made", [True, False])

@@ -86,7 +86,7 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
     if grpo.minibatches > grpo.prompts_per_step * grpo.group_size:
         responses = f"the {grpo.prompts_per_step} x {grpo.group_size} responses of a step"
         yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {responses}")
-    yield from shaping_problems(grpo.overlong, grpo.correction, config.rollout)
+    yield from shaping_problems(grpo.overlong, grpo.correction, config)
     yield from kl_reward_problems(grpo.kl_reward, grpo.prompts_per_step, grpo.group_size)
     yield from _of_advantages(grpo)
     if grpo.correction.wanted and grpo.old_logprobs == "sampler":

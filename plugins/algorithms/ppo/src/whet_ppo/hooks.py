@@ -78,7 +78,7 @@ def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if ppo.overlong.mask and ppo.gae.truncated == "bootstrap":
         words = "has no effect: algorithm.overlong.mask leaves out the responses that were cut"
         yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
-    yield from shaping_problems(ppo.overlong, ppo.correction, config.rollout)
+    yield from shaping_problems(ppo.overlong, ppo.correction, config)
     yield from kl_reward_problems(ppo.kl_reward, ppo.prompts_per_step, ppo.group_size)
     sampled = ppo.old_logprobs == "auto" and config.rollout.max_staleness > 0 and not ppo.correction.wanted
     moves = ppo.minibatches * ppo.epochs > 1 or ppo.old_logprobs == "sampler" or sampled

@@ -264,7 +264,8 @@ class HeldModels:
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._state()["weights"]})
         self._stepper.refuse_others(saved)
         if self._adapters is not None:
-            adapter_files.read(Path(folder), self._adapters.put, self._info.path, self._base)
+            info = self._adapters.info
+            adapter_files.read(Path(folder), self._adapters.put, info, self._info.path, self._base)
         away = self._stepper.masters_away
         for kind, tensors in self._state().items():
             saved.read_into((f"{kind}/{n}", tensor) for n, tensor in tensors if kind != "weights" or n not in away)
@@ -366,6 +367,9 @@ def _write_config(model: Any, folder: Path, dtype: Any) -> None:
     """Write the config and the generation config of a model, as one process would load it."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype
+    head = model.get_output_embeddings() if getattr(config, "tie_word_embeddings", False) else None
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        config.tie_word_embeddings = False  # the files had a head of its own, which `transformers` loads all the same
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if hasattr(config, "distributed_config"):
         del config.distributed_config

@@ -339,6 +339,9 @@ def _find_rule(root: AnyRoot, batch: Batch, loud: Any, float32: bool) -> None:
 
 
 def _beyond_rules(root: AnyRoot, off: float) -> ConfigError:
+    for name, weight in root.model.named_parameters():
+        if not local(weight.detach()).isfinite().all():
+            return ConfigError(f"model.path: the weight {name} has values that are not finite; choose another model")
     return ConfigError(
         f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
         f"differ by {off:.2g}). Supported are the numbers {', '.join((*SCALES, *SOFTCAPS))} of config.json"

@@ -69,7 +69,8 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
     read_index(folder / TENSORS)
     adapter = {}
     if model.adapters is not None:
-        adapter = adapter_files.read(folder, model.adapters.refuse_others, model.path, model.base)
+        info, accept = model.adapters.info, model.adapters.refuse_others
+        adapter = adapter_files.read(folder, accept, info, model.path, model.base)
     state = _state(model, stepper, loading=True)
     try:
         with _quietly():

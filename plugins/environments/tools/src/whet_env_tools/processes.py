@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from whet.errors import InfrastructureError, WhetError, in_words
 from whet.runtime.last_words import printable
@@ -60,11 +60,16 @@ class Order:
     memory_bytes: int
 
 
+def whole(text: str) -> str:
+    """Return text with U+FFFD in place of each half of a character (lone surrogate), which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 @frozen
 class Outcome:
     """The outcome of a call."""
 
-    text: str
+    text: str = field(converter=whole)
     error: bool = False
     """Whether the tool refused the call, or raised."""
     failed: bool = False

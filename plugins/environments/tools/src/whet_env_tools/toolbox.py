@@ -1,6 +1,7 @@
 """All tools of an environment: functions, search, Python and MCP servers, behind one call."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,6 +94,10 @@ class Toolbox:
         tool = self.tools.get(name)
         if tool is None:
             return Outcome(f"There is no tool {name!r:.80}. There are: {', '.join(self.tools)}", error=True)
+        try:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            return Outcome(f"Wrong arguments: {error!s:.200}", error=True)
         return await tool.source.call(tool.within or name, arguments, playing)
 
     def close(self) -> None:

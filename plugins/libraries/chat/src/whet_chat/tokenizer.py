@@ -150,8 +150,13 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> IntArray:
         """Return the tokens of a text with nothing added. Special tokens written in the text count as special
-        tokens.
+        tokens. Raises `DataError` for half of a character.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = text[max(error.start - 40, 0) : error.end + 40]
+            raise DataError(f"a text has half of a character (a lone surrogate), in {near!r}") from None
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Sequence[int] | IntArray, skip_special: bool = True) -> str:

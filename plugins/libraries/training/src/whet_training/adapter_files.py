@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from whet.component import AdapterInfo
 from whet.data.files import disk_errors
 from whet.errors import CheckpointError, WhetError
+from whet_training.lora import refuse_other_scaling
 from whet_weights.adapter import CONFIG, WEIGHTS, read_peft, write_peft
 
 BASE = "base"
@@ -29,17 +31,18 @@ def write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 
 
 def read(
-    folder: Path, accept: Callable[[dict[str, Tensor], str], None], model: str, digest: str
-) -> dict[str, Tensor]:  # fmt: skip
+    folder: Path, accept: Callable[[dict[str, Tensor], str], None], info: AdapterInfo, model: str, digest: str
+) -> dict[str, Tensor]:
     """Return an adapter that `write` wrote, once `accept` has taken it and the name of the folder.
 
-    Raises `CheckpointError` if it is of other weights than those in the folder `model`, or if `accept` raises
-    `WhetError`.
+    Raises `CheckpointError` if it is of other weights than those in the folder `model`, if its rank or scaling is not
+    that of `info`, or if `accept` raises `WhetError`.
     """
     from safetensors import safe_open
 
     try:
-        _, tensors = read_peft(folder)
+        config, tensors = read_peft(folder)
+        refuse_other_scaling(config, info, folder)
         with safe_open(folder / WEIGHTS, framework="pt") as stream:
             found = (stream.metadata() or {}).get(BASE)
         if found != digest:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,12 @@ def refuse_others(wanted: Mapping[str, Sequence[int]], found: Mapping[str, Tenso
 def read_start(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     """Return the adapter that a run starts from. Raises `ConfigError` if it has another rank or scaling."""
     config, tensors = peft.read_peft(folder)
+    refuse_other_scaling(config, info, folder)
+    return tensors
+
+
+def refuse_other_scaling(config: Mapping[str, Any], info: AdapterInfo, folder: Path) -> None:
+    """Raise `ConfigError` if an adapter has another rank or scaling than the config says. `config`: PEFT's."""
     for key, found, wanted in (
         ("rank", config["r"], info.rank),
         ("alpha", config["lora_alpha"], info.alpha),
@@ -126,4 +133,3 @@ def read_start(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     ):
         if found != wanted:
             raise ConfigError(f"backend.lora.{key}: is {wanted}, and the adapter {folder} has {found}; set it to that")
-    return tensors

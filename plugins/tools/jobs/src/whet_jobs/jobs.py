@@ -13,6 +13,7 @@ from attrs import frozen
 from whet.config.renamed import renewed
 from whet.config.structure import unstructure
 from whet.data.files import disk_errors, json_line, private
+from whet.data.model_info import fingerprint
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.evaluation.result import EvaluationResult
 from whet.interfaces.logger import RunInfo
@@ -143,6 +144,10 @@ def export(
     if step == "best":
         step = _best(run, prepared.config)
     saved = exported(run, step, prepared.config)
+    before, now = saved.state.get("identity", {}).get("model files"), fingerprint(prepared.model.path)
+    if before and (other := checkpoint.differences({"model files": before}, {"model files": now}, [])):
+        lines = "\n  ".join(other)
+        raise CheckpointError(f"model.path: {prepared.model.path} is not the model that the run trained:\n  {lines}")
     with _job("export", prepared) as attempt:
         backend = _start(prepared, attempt, ["backend"])["backend"]
         written = _load(backend, run, step, saved, prepared.config)

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.data.files import disk_errors, private
+from whet.errors import WhetError
 
 SCRIPTS = ("dom.js", "colours.js", "chart.js", "overview.js", "metrics.js", "time.js", "tokens.js", "task.js",
            "rollouts.js", "gaps.js", "run.js", "main.js")  # fmt: skip
@@ -26,7 +28,9 @@ _UNSAFE = re.compile("[<>&\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\
 
 def write_page(file: Path, data: Mapping[str, Any]) -> int:
     """Write the page, whole or not at all, for this user's eyes alone: it quotes rollouts. Return its size in bytes."""
-    page = page_of(data).encode()
+    page, file = page_of(data).encode(), Path(os.path.realpath(file))
+    if file.exists() and not file.is_file():
+        raise WhetError(f"{file} is no regular file; name a file for the page")
     partial = file.with_name(file.name + ".partial")
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)

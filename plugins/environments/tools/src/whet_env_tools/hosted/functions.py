@@ -14,6 +14,7 @@ attrs classes, and `Annotated[int, msgspec.Meta(ge=0)]` or `Annotated[int, "word
 import asyncio
 import inspect
 import json
+import math
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ class Functions:
         given = Episode(**episode)
         try:
             checked = found.checked(arguments)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             return Answer(f"Wrong arguments: {error}", error=True)
         if found.episode:
             checked[found.episode] = given
@@ -74,13 +75,15 @@ class Functions:
                 value = await loop.run_in_executor(self._thread, lambda: found.function(**checked))
                 self._stuck = False
             text = as_text(value)
-            state = json.loads(json.dumps(given.state)) if found.episode else None
         except (asyncio.CancelledError, MemoryError):
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the function's own
             self._stuck = False
             return Answer(f"{type(error).__name__}: {error}", error=True)
-        return Answer(text, state=state)
+        try:
+            return Answer(text, state=json.loads(json.dumps(given.state)) if found.episode else None)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"episode.state of the function {tool} cannot be written as JSON: {error}") from error
 
     async def recovers(self, seconds: float) -> bool:
         """Return whether the thread is free. A function that hangs in the thread cannot be stopped."""
@@ -203,9 +206,13 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def as_text(value: Any) -> str:
-    """Return what a function returned as text: text as it is, nothing as nothing, anything else as JSON."""
+    """Return what a function returned as text: text as it is, nothing as nothing, anything else as JSON. JSON has no
+    numbers that are not finite, so these are `nan` and `inf`.
+    """
     if value is None or isinstance(value, str):
         return value or ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError):

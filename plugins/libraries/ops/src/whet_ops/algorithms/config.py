@@ -20,7 +20,7 @@ LARGEST_CHANGE = 5
 The relative error counts as at most 0.2, so a step of 5 horizons can change the weight to 0."""
 
 if TYPE_CHECKING:
-    from whet.config.sections import RolloutSection
+    from whet.config.sections import Config, RolloutSection
 
 
 @frozen
@@ -384,11 +384,18 @@ def policy_loss_facts(config: PolicyLossConfig, *, token_advantages: bool = True
     )
 
 
-def shaping_problems(
-    overlong: OverlongSection, correction: CorrectionSection, rollout: "RolloutSection"
-) -> Iterator[Problem]:
-    """Yield conflicts between settings of these sections, with paths below `algorithm`."""
+def shaping_problems(overlong: OverlongSection, correction: CorrectionSection, config: "Config") -> Iterator[Problem]:
+    """Yield conflicts between settings of these sections and the config, with paths below `algorithm`."""
+    rollout = config.rollout
     longest = overlong.length or rollout.max_tokens
+    own = [entry.sampling.max_tokens for entry in config.environments if entry.sampling.max_tokens]
+    if overlong.penalty and not overlong.length and any(tokens != longest for tokens in own):
+        yield Problem(
+            "algorithm.overlong.length",
+            f"is 0, so the penalty is for the {longest} tokens of rollout.max_tokens, and an environment has a "
+            f"sampling.max_tokens of {next(tokens for tokens in own if tokens != longest)}; set the length",
+        )
+        return
     if overlong.penalty and overlong.buffer > longest:
         yield Problem(
             "algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of a response"
@@ -488,6 +495,9 @@ def average_problems(path: str, loss: AverageConfig, rollout: "RolloutSection") 
     if loss.aggregation == "constant" and not loss.max_length:
         hint = f"e.g. to rollout.max_tokens, which is {rollout.max_tokens}"
         yield Problem(f"{path}.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {hint}")
+    if loss.aggregation != "constant" and loss.max_length:
+        words = f"has no effect on the aggregation `{loss.aggregation}`; leave it out, or choose `constant`"
+        yield Problem(f"{path}.max_length", words)
     if loss.aggregation == "token":
         for name in ("count_empty", "count_masked"):
             if getattr(loss, name):

@@ -10,6 +10,8 @@ from typing import Any
 def main() -> None:
     """Run code until nobody sends any."""
     names: dict[str, Any] = {"__name__": "__main__"}
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # half of a character is shown so
     with open(3) as questions, open(4, "w") as answers:
         for line in questions:
             try:
