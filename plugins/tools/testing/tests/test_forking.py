@@ -44,6 +44,18 @@ def test_programs_run_beside_each_other_and_end_as_they_do(programs: Programs) -
     waiting.communicate(timeout=60)
 
 
+def test_a_program_that_takes_too_long_shows_where_it_stands(programs: Programs) -> None:
+    code = """
+def stands():
+    import time
+    time.sleep(600)
+stands()
+"""
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        programs.run(code, [], seconds=5.0)
+    assert "in stands" in late.value.__notes__[0]
+
+
 OWNER = """
 import os, time
 from whet_testing.forking import Programs

@@ -10,6 +10,7 @@ exit code. It does not keep the start of the interpreter: a test of imports need
 
 import array
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -32,6 +33,9 @@ from whet import installed
 from whet.runtime.watchdog import die_with
 
 _LONGEST_ORDER = 1 << 20
+SHOW_STACKS = signal.SIGUSR2
+"""The signal on which a program writes the stacks of its threads to its errors."""
+_STACKS_SECONDS = 2.0
 
 
 class Program:
@@ -125,16 +129,22 @@ class Programs:
         """Run a program as `python -c CODE ARGUMENTS` would, and return its output, errors and exit code.
 
         `variables` replaces all environment variables; without it the program has those of this process. The program
-        has the umask of this process. Raises `subprocess.TimeoutExpired` when the program takes more than `seconds`.
+        has the umask of this process. Raises `subprocess.TimeoutExpired` when the program takes more than `seconds`. A
+        note of this error has the program's errors, which end with the stacks of its threads.
         """
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             program = self._ask(code, arguments, folder, variables, output.fileno(), errors.fileno())
             try:
                 ended = program.wait(seconds)
             except subprocess.TimeoutExpired:
+                program.send_signal(SHOW_STACKS)
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(_STACKS_SECONDS)
                 program.kill()
                 program.wait()
-                raise subprocess.TimeoutExpired(["python", "-c", code, *arguments], seconds, _text(output)) from None
+                late = subprocess.TimeoutExpired(["python", "-c", code, *arguments], seconds, _text(output))
+                late.add_note(_text(errors))
+                raise late from None
             return subprocess.CompletedProcess([*arguments], ended, _text(output), _text(errors))
 
     def start(
@@ -249,6 +259,7 @@ def main() -> None:
     os.environ.update(order["variables"])
     os.chdir(order["folder"])
     os.umask(order["umask"])
+    faulthandler.register(SHOW_STACKS, sys.stderr)
     sys.argv = ["-c", *order["arguments"]]
     sys.path[0] = ""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in {"", *sys.path}]
