@@ -38,9 +38,18 @@ def slurm(tmp_path):
 
 
 def test_recent_versions_state_the_end(slurm):
-    stated = {"SLURM_JOB_END_TIME": "1795600000"}
-    assert end_of_job(stated) == 1795600000.0
-    assert end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **stated)) == 1795600000.0
+    end = int(time.time()) + 3600
+    stated = {"SLURM_JOB_END_TIME": str(end)}
+    assert end_of_job(stated) == end
+    assert end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **stated)) == end
+
+
+def test_a_stated_end_that_is_past_is_of_another_job(slurm, capsys):
+    past = {"SLURM_JOB_END_TIME": str(int(time.time()) - 45)}
+    assert end_of_job(past) is None
+    assert "is past, so it is of another job" in capsys.readouterr().err
+    found = end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **past))
+    assert found == datetime(2026, 11, 25, 14).timestamp()
 
 
 def test_older_versions_are_asked(slurm):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import datetime
 
@@ -17,10 +18,15 @@ SECONDS = 20.0
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
-    """Return when the job of this process ends, in seconds since the epoch. None: there is no job, or no limit."""
+    """Return when the job of this process ends, in seconds since the epoch. None: there is no job, or no limit.
+
+    A stated end that is past is of another job: a shell that outlived its job still has the variable.
+    """
     stated = environment.get("SLURM_JOB_END_TIME", "")
     if stated.isdecimal() and int(stated):
-        return float(stated)
+        if int(stated) > time.time():
+            return float(stated)
+        print(f"SLURM_JOB_END_TIME is {stated}, which is past, so it is of another job", file=sys.stderr)
     job = environment.get("SLURM_JOB_ID", "")
     program = shutil.which("scontrol", path=environment.get("PATH"))
     if not job.isdecimal() or program is None:
