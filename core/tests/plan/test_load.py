@@ -172,6 +172,7 @@ def test_overrides_are_yaml_at_a_path(load: Any) -> None:
         ("loggers.x=3", "loggers.x: loggers is a list; wanted an index from 0 to 0 (0: screen), found 'x'"),
         ("plugins.0=3", "plugins.0: plugins is a list; wanted none, for it is empty, found '0'"),
         ("environments.0.weight=3", "environments.0: the file has no list at environments; give it whole"),
+        ("a.b.0=3", "a.b.0: the file has no list at a.b; give it whole, a.b=[...], or a.b={0: ...} if it is a mapping"),
     ],
 )
 def test_a_wrong_override_is_named_like_a_wrong_key(problems: Any, override: str, problem: str) -> None:

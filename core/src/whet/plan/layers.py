@@ -102,7 +102,8 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
     if container is not None and not isinstance(container, dict):
         raise ConfigError(f"{here}: {path} is {found_words(container)} and has no keys")
     if container is None and key.isdecimal():
-        raise ConfigError(f"{here}: the file has no list at {path}; give it whole, {path}=[...]")
+        words = f"give it whole, {path}=[...], or {path}={{{key}: ...}} if it is a mapping"
+        raise ConfigError(f"{here}: the file has no list at {path}; {words}")
     fields: dict[str, Any] = dict(container or {})
     return {**fields, key: _replaced(fields.get(key), keys[1:], value, here)}
 
