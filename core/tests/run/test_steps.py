@@ -216,7 +216,7 @@ def timed_steps(tmp_path, monkeypatch, seconds, left, save_seconds=0.0):
 def test_a_run_ends_before_a_step_and_a_save_no_longer_fit(tmp_path, monkeypatch, capsys, seconds, left, save, done):
     steps, told, remaining = timed_steps(tmp_path, monkeypatch, seconds, left, save)
     assert (steps.done, steps.stopped_by, told.saved) == (done, signal.SIGTERM, [done])
-    assert f"the job ends in {remaining:.0f} s; a step took up to" in capsys.readouterr().err
+    assert f"the job ends in {max(remaining, 0.0):.0f} s; a step took up to" in capsys.readouterr().err
 
 
 def test_without_a_limit_no_run_ends_early(tmp_path):
