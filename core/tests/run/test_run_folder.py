@@ -29,6 +29,23 @@ def test_two_runs_cannot_have_one_folder(tmp_path):
     second.release()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts/step-000001.jsonl"])
+def test_a_folder_that_is_moved_between_check_and_write_is_not_made_again(tmp_path, monkeypatch, name):
+    run = RunFolder(tmp_path / "run")
+    run.claim()
+    check = run.check_held
+
+    def check_and_move():
+        check()
+        run.path.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(run, "check_held", check_and_move)
+    with pytest.raises(CheckpointError, match="was moved or deleted while its run wrote to it"):
+        run.append(name, [{"step": 1}])
+    assert not run.path.exists()
+    run.release()
+
+
 def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
     run = RunFolder(tmp_path)
     run.append("metrics.jsonl", [{"step": 1}, {"step": 2}])

@@ -95,8 +95,7 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file atomically."""
         target = self.path / name
-        with disk_errors(target):
-            self._make_parent(target)
+        with self._to_write(target):
             partial = target.with_name(target.name + ".partial")
             with partial.open("w", encoding="utf-8") as stream:
                 stream.write(text)
@@ -125,10 +124,24 @@ class RunFolder:
             for name in names:
                 shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def _make_parent(self, target: Path) -> None:
-        """Make the folder of a file. Raises `CheckpointError`; see `check_held`."""
-        self.check_held()
-        target.parent.mkdir(parents=True, exist_ok=True)
+    @contextmanager
+    def _to_write(self, target: Path) -> Iterator[None]:
+        """Make the folders between the run's own and a file that the body writes. The run's is never made anew.
+
+        Raises `CheckpointError`; see `check_held`.
+        """
+        with disk_errors(target):
+            self.check_held()
+            folder = self.path
+            if self._lock is None:
+                folder.mkdir(parents=True, exist_ok=True)
+            try:
+                for part in target.parent.relative_to(folder).parts:
+                    (folder := folder / part).mkdir(exist_ok=True)
+                yield
+            except FileNotFoundError:  # the run's folder may have been moved since the check
+                self.check_held()
+                raise
 
     def read_json(self, name: str) -> Any:
         """Return the value in a JSON file; None: there is no such file."""
@@ -146,8 +159,7 @@ class RunFolder:
         if not left:
             return
         target = self.path / name
-        with disk_errors(target):
-            self._make_parent(target)
+        with self._to_write(target):
             mode = 0o600 if self._private and name.startswith(PRIVATE) else 0o666
             with open(target, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
                 end = stream.tell()
