@@ -149,8 +149,7 @@ def distribution_kl(
     hidden = vocabulary.shared(hidden)
 
     def both(part: slice) -> tuple[Tensor, ...]:
-        logits = rule.apply(hidden[part], weight.to(hidden.dtype), bias)
-        log_p = _log_softmax(logits, temperature, part, vocabulary)
+        log_p = _log_softmax(rule.apply(hidden[part], weight.to(hidden.dtype), bias), temperature, part, vocabulary)
         with torch.no_grad():
             matrix = other_weight.to(other_hidden.dtype)
             log_q = _log_softmax(
@@ -230,6 +229,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = rule.apply(hidden[part], matrix, bias)
                 bound = 1 - (logits / rule.softcap).square() if rule.softcap else None  # the slope of the softcap
                 log_p = _log_softmax(logits, temperature, part, ctx.vocabulary)
+                del logits  # as large as what follows
             slope = _slope(
                 log_p,
                 targets[part],
