@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import sys
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -120,6 +121,28 @@ def config(offers: whet.plugins.registry.Registry, tmp_path: Path) -> Path:
     path = tmp_path / "it.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server_for_ray() -> Iterator[Any]:
+    """A process that has imported torch and transformers, and forks itself for node agents of Ray."""
+    from whet_testing.forks_under_ray import ForksUnderRay
+
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        forks = ForksUnderRay(Path(folder), ("whet_fsdp2.worker", "whet_hf.worker", "transformers.modeling_utils"))
+        yield forks
+        forks.close()
+
+
+@pytest.fixture(scope="module")
+def forks_under_ray(fork_server_for_ray: Any) -> Iterator[None]:
+    """A Ray that starts meanwhile forks its worker processes from a process that has imported torch: these tests do
+    not look at how processes start, and an import takes seconds.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fork_server_for_ray.variables.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import yaml
 from attrs import frozen
 
 from whet.runtime.worker_process import import_ahead
+from whet_testing import warm
 from whet_testing.environments import make_wheels
 from whet_testing.forking import Program, Programs
 
@@ -24,6 +25,15 @@ IMPORTED = (
     "whet.cli.app", "whet.plan.prepare", "whet.run.compose", "whet_fsdp2.worker", "whet_hf.worker",
     "transformers.modeling_utils",
 )  # fmt: skip
+"""What workers, and all commands, import."""
+OF_RUNS = (
+    "whet.plugins.registry:load_plugins", "whet.rollout.event_loop", "whet.rollout.recorder", "whet.runtime.inline",
+    "whet.runtime.local", "whet_chat.learn", "whet_chat.tokenizer", "whet_data.readers", "whet_fsdp2.backend",
+    "whet_fsdp2.checks", "whet_grpo.grpo", "whet_hf.checks", "whet_hf.generator", "whet_memory.forecasts",
+    "whet_memory.tracer", "whet_sandbox.open", "whet_sglang.arguments", "whet_vllm.arguments", "whet_weights.exchange",
+    "whet_weights.probe", "whet_weights.shared_memory",
+)  # fmt: skip
+"""What most runs import besides."""
 
 COMMAND = """
 from whet.cli import main
@@ -70,7 +80,7 @@ def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
 def programs() -> Iterator[Programs]:
     """Start what forks the commands: it has imported what commands and workers import, as far as it is installed."""
     there = ("whet_megatron.ahead",) if importlib.util.find_spec("megatron") else ()
-    with Programs((*IMPORTED, *there)) as started:
+    with Programs((*IMPORTED, *OF_RUNS, *there, "whet_testing.warm:decoding")) as started:
         yield started
 
 
@@ -222,8 +232,9 @@ def shell(layered_python: Path) -> Shell:
 
 @pytest.fixture(scope="session")
 def _threads() -> int:
-    """Import what workers import, and give the number of threads that torch has then."""
+    """Do what workers do first, and give the number of threads that torch has then."""
     import_ahead(list(IMPORTED))
+    warm.decoding()
     import torch
 
     return torch.get_num_threads()

@@ -79,7 +79,7 @@ RAY = ["cluster.launcher=ray"]
 @pytest.mark.parametrize(
     "where", [["cluster.workers=inline"], [], APART, RAY], ids=["inline", "shared", "apart", "ray"]
 )
-def test_ten_steps_with_turns_are_those_without_bit_for_bit(tmp_path, sleeping_run, awake, where):
+def test_ten_steps_with_turns_are_those_without_bit_for_bit(tmp_path, sleeping_run, awake, where, forks_under_ray):
     config = sleeping_run(tmp_path)
     compose.run(config, [SLEEPING, *where])
     same(tmp_path / "run", awake)

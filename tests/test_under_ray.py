@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks_under_ray", "own_ray")]
 
 HERE = Path(__file__).parent
 APART = {"ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1}, "colocate": []}

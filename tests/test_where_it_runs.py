@@ -91,7 +91,7 @@ def temporary() -> Iterator[Path]:
 
 
 def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_temporary_folder(
-    tmp_path, temporary, tiny_model_folder, inline, train
+    tmp_path, temporary, tiny_model_folder, inline, train, forks_under_ray
 ):
     pytest.importorskip("ray")
     plugin, names = tmp_path / "lists_temporary_folder.py", tmp_path / "names"
@@ -105,7 +105,7 @@ def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_tempo
 
 
 def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
-    tmp_path, tiny_model_folder, inline, generator_python, train
+    tmp_path, tiny_model_folder, inline, generator_python, train, forks_under_ray
 ):
     pytest.importorskip("ray")
     run = train(tmp_path, tiny_model_folder, launcher="ray", python={"generator": str(generator_python)})
@@ -174,7 +174,7 @@ def test_trainer_and_generator_have_different_versions_of_torch(tmp_path, tiny_m
 
 
 def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(
-    tmp_path, tiny_model_folder, inline, monkeypatch, train
+    tmp_path, tiny_model_folder, inline, monkeypatch, train, forks_under_ray
 ):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

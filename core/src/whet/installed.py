@@ -60,7 +60,7 @@ def _folders() -> Iterator[tuple[str, int]]:
             continue
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _declaring(folder: str, _changed: int) -> tuple[Distribution, ...]:
     return tuple(found for found in metadata.distributions(path=[folder]) if _may_declare(found))
 
@@ -73,7 +73,7 @@ def _may_declare(distribution: Distribution) -> bool:
         return True
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _entries(folder: str, changed: int) -> dict[str, tuple[EntryPoint, ...]]:
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for distribution in _declaring(folder, changed):
@@ -84,7 +84,7 @@ def _entries(folder: str, changed: int) -> dict[str, tuple[EntryPoint, ...]]:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _versions(folder: str, _changed: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in metadata.distributions(path=[folder]):

@@ -371,7 +371,7 @@ def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, folders, make_batch, tmp_path):
+def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, folders, make_batch, tmp_path, request):
     def build(place, name):
         context = make_context(tmp_path / name, "backend", folders("qwen3"), place)
         return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), context)
@@ -383,6 +383,7 @@ def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, 
 
     if launcher == "ray":
         pytest.importorskip("ray")
+        request.getfixturevalue("forks_under_ray")
     module = import_module(f"whet.runtime.{launcher}")
     expected = trained(build(None, "one"))
     with getattr(module, f"{launcher.title()}Cluster")(tmp_path / "logs") as cluster:

@@ -23,6 +23,8 @@ from importlib import import_module
 from typing import IO, Any, NoReturn
 from unittest import mock
 
+from whet_testing import warm
+
 PROGRAMS = ("whet.runtime.worker_process", "whet.runtime.forkserver")
 _NEW_SEED = 67280421310721
 """The seed of torch's generator in a process that has just imported torch."""
@@ -42,6 +44,8 @@ def _popen(command: Sequence[str], **settings: Any) -> Any:
     """Return a forked process for a program of workers, and a started one for any other program."""
     python, module = command[0], command[3] if command[1:3] == ["-P", "-m"] else ""
     if python == sys.executable and module in PROGRAMS and _may_fork():
+        if "transformers.modeling_utils" in sys.modules:
+            warm.tables()
         return ForkedChild(module, list(command[4:]), **settings)
     return subprocess.Popen(command, **settings)
 

@@ -110,7 +110,10 @@ class Programs:
     """Runs programs."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-        """Start the server in the background. `variables` are added to the variables of this process."""
+        """Start the server in the background. `variables` are added to the variables of this process.
+
+        `modules` are imported; of `module:function` the function is called, too.
+        """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "whet_testing.forking", str(theirs.fileno()), str(os.getpid()), *modules]
         environment = {**os.environ, **(variables or {})}
@@ -247,8 +250,11 @@ def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     die_with(int(sys.argv[2]))  # the owner's end of the line can be open in its child processes
     gc.disable()  # a quarter of the time of the imports
-    for module in sys.argv[3:]:
-        importlib.import_module(module)
+    for word in sys.argv[3:]:
+        name, _, function = word.partition(":")
+        module = importlib.import_module(name)
+        if function:
+            getattr(module, function)()
     installed.entry_points(installed.GROUP)  # what is found is kept, for each program
     installed.versions()
     gc.freeze()  # pages that the collector does not write stay shared
