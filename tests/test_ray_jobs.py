@@ -19,7 +19,7 @@ from whet_testing.processes import adopting_orphans, descendants, end, survivors
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks_under_ray")]
 
 RAY = sys.executable, "-m", "ray.scripts.scripts"
 SERVES_JOBS = importlib.util.find_spec("aiohttp_cors") is not None

@@ -16,6 +16,7 @@ from whet_ray.carrier import PIECE_BYTES, Carriers, MemoryCarrier
 from whet_ray.cluster import RayCluster
 from whet_weights.carry import carry
 
+pytestmark = pytest.mark.usefixtures("forks_under_ray")
 APART = {"backend": {"train": 1}, "generator": {"gen": 1}}
 HOLDER = f"file:{Path(__file__).with_name('carried.py')}:Holder"
 MEGABYTES = 20
@@ -25,7 +26,7 @@ MEGABYTES = 20
 def ends(two_nodes: Any, tmp_path: Path) -> Iterator[tuple[RayCluster, Any, Any]]:
     """A sender on one node and two receivers on the other."""
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
-        groups = cluster.worker_group("backend"), cluster.worker_group("generator", 2, threads=1)
+        groups = cluster.worker_group("backend", threads=1), cluster.worker_group("generator", 2, threads=1)
         backend, generator = (part.spawn(HOLDER, {}) for part in groups)
         yield cluster, backend, generator
 
