@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks_under_ray")]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 
