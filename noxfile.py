@@ -202,8 +202,8 @@ def apart(session: nox.Session, name: str, python: str, *packages: str) -> str:
     """Return an environment beside the session's, with packages that fix other versions of what the session has."""
     folder = Path(session.virtualenv.location).absolute() / name
     if not (folder / "bin" / "python").exists():
-        session.run(python, "-m", "venv", str(folder), external=True)
-    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", LATER, *packages, external=True)
+        session.run_install(python, "-m", "venv", str(folder), external=True)
+    session.run_install(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", LATER, *packages, external=True)
     return str(folder)
 
 
@@ -219,13 +219,14 @@ def python_3_12() -> str | None:
 @nox.session
 def adapters(session: nox.Session) -> None:
     """Train and evaluate on environments of other libraries, and with agents of others; `-- -k gymnasium`."""
-    install(session, "pytest-timeout", *LIBRARIES)
+    install(session, "pytest-timeout", "pytest-xdist", *LIBRARIES)
     verifiers = apart(session, "verifiers", "python", "verifiers==0.4.0", "textarena==0.7.4", "nltk")
     known = {**TESTING, "WHET_VERIFIERS_PYTHON": verifiers}
     if python := python_3_12():
         known["WHET_NEMO_GYM_PYTHON"] = apart(session, "nemo-gym", python, "nemo-gym==0.4.0")
     plugins = [f"plugins/environments/{name}" for name in ("reasoning_gym", "gymnasium", "verifiers")]
-    session.run("pytest", "tests/adapters", "tests/test_endpoint.py", *plugins, *session.posargs, env=known)
+    tests = ("tests/adapters", "tests/test_endpoint.py", *plugins)
+    session.run("pytest", "-n", "2", FAIL_AT_ONCE, *tests, *session.posargs, env=known)
 
 
 @nox.session
