@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Request, Sampling, Task
-from whet.errors import ConfigError, WhetError, WorkerError
+from whet.errors import ConfigError, PluginError, WhetError, WorkerError
 from whet.evaluation.evaluate import evaluate
 from whet.evaluation.result import EnvironmentResult
 from whet.interfaces.environment import Model, SingleTurn
@@ -91,6 +91,40 @@ def test_a_pass_by_a_reward_that_there_is_not_ends_it_at_once() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.passing.reward is 'frist', .* gives first, count"):
         judged(route, generator=generator, concurrency=1)
     assert len(generator.requests) < 5
+
+
+class Endless:
+    def __len__(self) -> int:
+        return 10**12
+
+    def __getitem__(self, position: int) -> Task:
+        return Task(f"q{position}")
+
+
+def test_an_endless_split_wants_a_limit() -> None:
+    given = environment()
+    given.tasks = lambda split: Endless()  # type: ignore[assignment, return-value, misc]
+    with pytest.raises(ConfigError, match=r"'ab': its split 'test' has 1,000,000,000,000 tasks; set `limit`"):
+        judged(Route("ab", given, "test"))
+    (result,) = judged(Route("ab", given, "test", limit=2))
+    assert len(result.tasks) == 2
+
+
+def test_a_task_that_cannot_be_read_is_named() -> None:
+    given = environment()
+    given.tasks = lambda split: Holed()  # type: ignore[assignment, return-value, misc]
+    with pytest.raises(PluginError, match=r"task 1 of environment 'ab' cannot be read: ValueError: no task here"):
+        judged(Route("ab", given, "test"))
+
+
+class Holed(Endless):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, position: int) -> Task:
+        if position:
+            raise ValueError("no task here")
+        return super().__getitem__(position)
 
 
 def test_an_answer_that_is_no_text_fails_the_episode() -> None:

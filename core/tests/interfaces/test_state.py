@@ -36,6 +36,21 @@ def test_a_component_that_nothing_could_load_is_refused(call):
         call({"filter 0": Saves()})
 
 
+class Failing(Both):
+    def state(self):
+        raise KeyError("seen")
+
+    def load(self, state):
+        return state["missing"]
+
+
+def test_a_method_that_raises_is_named_with_its_component():
+    with pytest.raises(PluginError, match=r"state\(\) of filter 0 failed: KeyError: 'seen'"):
+        states({"filter 0": Failing()})
+    with pytest.raises(PluginError, match=r"load\(\) of filter 0 failed: KeyError: 'missing'"):
+        load_states({"filter 0": Failing()}, {"filter 0": {}})
+
+
 def test_a_function_that_builds_no_component_is_named():
     chosen = Selection("advantages", Component("own", dict, "own.module:build"), None, "acme")
     with pytest.raises(PluginError, match=r"`own.module:build` returned None; return the component 'own'"):

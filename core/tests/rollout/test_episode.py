@@ -8,7 +8,7 @@ import pytest
 
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
-from whet.errors import ContextFull, InfrastructureError, RequestLost, Undecided, WorkerError
+from whet.errors import ContextFull, InfrastructureError, RequestLost, Undecided, WhetError, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
 from whet.plugins.features import chats
@@ -269,6 +269,20 @@ def test_a_full_context_is_an_event_and_nothing_is_appended(caught: bool) -> Non
     assert (len(one.tokens), one.stop, episode.context_full) == (prompt + 3, "context", True)
     assert episode.rewards == {"caught": float(caught), "turns": 1.0}
     assert episode.reward == caught + 0.5
+
+
+def test_a_shorter_message_is_answered_after_one_that_was_too_long() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        with pytest.raises(ContextFull):
+            await model.reply("long" * 20)
+        await model.fork().reply("b")
+        await model.reply("c")
+        return {"correct": 1.0}
+
+    episode = play(Played(run), FakeGenerator("xy"), max_context=80)
+    assert [one.stop for one in episode.trajectories] == ["stop", "stop"]
+    assert not episode.context_full
 
 
 def test_a_prompt_without_room_for_an_answer_fails() -> None:
@@ -541,6 +555,40 @@ def test_a_request_that_makes_no_sense_is_refused(asked: dict[str, Any], words: 
 
     with pytest.raises(EpisodeFailed, match=words):
         play(Played(run), FakeGenerator("x"))
+
+
+@pytest.mark.parametrize("error", [WorkerError("generator", 0, "generate", "it died"), RequestLost("it is lost")])
+def test_a_failure_of_the_model_that_the_environment_catches_is_not_scored(error: Exception) -> None:
+    class Second(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            if len(self.requests) == 1:
+                raise error
+            return await super().generate(request)
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        with suppress(Exception):
+            await model.fork().reply("b")
+        return {"correct": 0.0}
+
+    with pytest.raises((WorkerError, EpisodeFailed), match=r"it died|it is lost"):
+        play(Played(run), Second("x"))
+
+
+def test_an_environment_may_go_on_after_a_request_that_the_generator_refused() -> None:
+    class Refusing(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            if b"odd" in bytes(request.tokens.tolist()):
+                raise WhetError("a token outside the vocabulary")
+            return await super().generate(request)
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        with pytest.raises(WhetError, match="outside"):
+            await model.reply("odd")
+        await model.reply("a")
+        return {"correct": 1.0}
+
+    assert play(Played(run), Refusing("x")).reward == 1.0
 
 
 def test_a_dead_worker_is_not_the_episodes_fault() -> None:

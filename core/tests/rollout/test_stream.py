@@ -758,6 +758,23 @@ def test_a_curriculum_that_fails_ends_the_stream_at_once() -> None:
     assert route.environment.asked == 2
 
 
+class Unlearning(Broken):
+    """Has a curriculum that fails when it is shown groups."""
+
+    def difficulty(self) -> float:
+        return 1.0
+
+    def observe(self, groups: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_batch_of_which_a_curriculum_failed_to_learn_is_not_trained_on() -> None:
+    route = Route("hill", Unlearning({"train": [Task("q")]}, {"correct": correct}), "train")
+    failed = pytest.raises(WhetError, match="the curriculum of environment 'hill' failed: ZeroDivisionError")
+    with stream(routes=[route]) as made, failed:
+        made.take(2)
+
+
 def batch_responses(batch: Batch) -> list[Any]:
     """Return the tokens that the model produced, by sequence."""
     ends = np.cumsum(batch["lengths"])

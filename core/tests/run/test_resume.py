@@ -126,6 +126,16 @@ def of_tasks(*tasks: Any) -> Route:
     return Route("sums", SingleTurn({"train": list(tasks)}, {}), "train")
 
 
+class Grader:
+    """An object without a `repr` of its own."""
+
+
+def test_the_address_of_an_object_in_the_data_of_tasks_does_not_matter() -> None:
+    kept = Grader()
+    assert _tasks(of_tasks(Task("?", {"grader": kept}))) == _tasks(of_tasks(Task("?", {"grader": Grader()})))
+    assert _tasks(of_tasks(Task("?", {"grader": kept}))) != _tasks(of_tasks(Task("!", {"grader": kept})))
+
+
 def test_the_order_of_sets_and_of_keys_in_the_data_of_tasks_does_not_matter() -> None:
     words = [f"word {i}" for i in range(9)]
     one, other = (of_tasks(Task("?", {"in": {"all": set(w)}, 1: [frozenset(w)]})) for w in (words, words[::-1]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from whet.data.records import Episode, Sampling
-from whet.errors import WhetError
+from whet.errors import ConfigError, WhetError
 from whet.evaluation.result import EvaluationResult, judge
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
@@ -72,7 +72,10 @@ def evaluate(
 
 def _count(route: Route) -> int:
     tasks = len(route.tasks())
-    return min(tasks, route.limit) if route.limit else tasks
+    count = min(tasks, route.limit) if route.limit else tasks
+    if count > 1_000_000:  # all tasks of an evaluation are in memory, and an endless split says that it has more
+        raise ConfigError(f"evaluation of {route.name!r}: its split {route.split!r} has {tasks:,} tasks; set `limit`")
+    return count
 
 
 Played = tuple[Route, tuple[tuple[Episode, ...], ...], tuple[EpisodeFailed, ...]]

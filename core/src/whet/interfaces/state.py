@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from whet.component import Selection
-from whet.errors import PluginError
+from whet.errors import PluginError, WhetError, in_words
 
 
 @runtime_checkable
@@ -26,11 +26,8 @@ class Stateful(Protocol):
 
 def states(components: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of the state of each component that has one. Raise `PluginError` if JSON would change it."""
-    found = {}
-    for name, component in components.items():
-        if has_state(component, name):
-            found[name] = stored(f"state() of {name}", component.state())
-    return found
+    said = {name: _called(f"state() of {name}", one.state) for name, one in components.items() if has_state(one, name)}
+    return {name: stored(f"state() of {name}", state) for name, state in said.items()}
 
 
 def stored(name: str, state: Any) -> Any:
@@ -61,7 +58,14 @@ def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> N
     for name, component in components.items():
         if has_state(component, name) and name in saved:
             load: Callable[..., object] = component.load
-            check_ran(load(saved[name]), f"load() of {name}")
+            check_ran(_called(f"load() of {name}", load, saved[name]), f"load() of {name}")
+
+
+def _called(what: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return method(*arguments)
+    except Exception as error:
+        raise error if isinstance(error, WhetError) else PluginError(f"{what} failed: {in_words(error)}") from error
 
 
 class Components:

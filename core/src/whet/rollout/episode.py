@@ -170,6 +170,8 @@ class Player(Sequences):
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
                 note_undecided(error)
         model.over.set()
+        if model.failures:
+            raise model.failures[0]
         sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")

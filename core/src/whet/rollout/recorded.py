@@ -35,7 +35,7 @@ from whet.data.records import (
     stops,
     with_ids,
 )
-from whet.errors import ContextFull, DataError, EpisodeError, PluginError, RewrittenHistory
+from whet.errors import ContextFull, DataError, EpisodeError, PluginError, RewrittenHistory, WhetError
 from whet.interfaces.chat import Chat
 from whet.interfaces.clock import on_loop
 from whet.interfaces.endpoint import Endpoints
@@ -114,6 +114,8 @@ class RecordedModel:
         """The rewards that the episode has recorded."""
         self.log: dict[str, Any] = {} if beside is None else beside.log
         """The values that `record` has added to the record of the episode, by name."""
+        self.failures: list[Exception] = [] if beside is None else beside.failures
+        """Failures of the model. With one the episode is not scored, even if its environment has caught the error."""
         self.over: threading.Event = threading.Event() if beside is None else beside.over
         """Set when the episode has ended: what comes later would be lost."""
         self._loop: asyncio.AbstractEventLoop = beside._loop if beside else asyncio.get_running_loop()
@@ -269,7 +271,6 @@ class RecordedModel:
         shared, part = self._shared, self._parts[-1]
         if self._full:
             await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
-            raise ContextFull(len(part.tokens), shared.max_context)
         prefix, tokens, anew = self._tokens_with(messages, appended)
         if prefill:
             prefix, tokens = "", np.concatenate([tokens, self._chat.encode(prefill)])
@@ -283,10 +284,16 @@ class RecordedModel:
             sampling=sampling if room >= sampling.max_tokens else evolve(sampling, max_tokens=room),
             seed=derive_seed(shared.seed, shared.purpose, *position), prefix=prefix,
         )  # fmt: skip
-        async with shared.gate:
-            completion = await complete(shared.generator, request, shared.chat.decode)
-        self._refuse_late("reply")
-        completion = checked_completion(completion, request)
+        try:
+            async with shared.gate:
+                completion = await complete(shared.generator, request, shared.chat.decode)
+            self._refuse_late("reply")
+            completion = checked_completion(completion, request)
+        except Exception as error:
+            if type(error) is not WhetError:  # such an error refuses this request alone
+                self.failures.append(error)
+            raise
+        self._full = False
         said = self._chat.message(completion.tokens, prefill)
         if self._tools:
             said = evolve(said, calls=with_ids(self._chat.parts(said).calls, tokens, completion.tokens))

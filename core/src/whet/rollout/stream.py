@@ -208,6 +208,8 @@ class RolloutStream:
             self._taking = False
         self._takes += 1
         consumed = self._consume(chosen)
+        if self._fatal is not None:  # a curriculum failed
+            raise self._fatal
         counted = self._count(consumed)
         self._admit()
         return consumed, counted

@@ -7,6 +7,7 @@ inputs of a run -> fingerprint -> differs from that of the folder or its checkpo
 """
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -212,7 +213,8 @@ def _tasks(route: "Route") -> str:
     positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
     found = [route.task(tasks, i) for i in positions]
     pairs = [(one.prompt, _ordered(sorted(one.data.items(), key=lambda item: str(item[0])))) for one in found]
-    return _hash(repr((len(tasks), pairs)))
+    # An object without a `repr` of its own counts by its type: its address differs between processes.
+    return _hash(re.sub(r" at 0x[0-9a-f]+>", ">", repr((len(tasks), pairs))))
 
 
 def _ordered(value: Any) -> Any:

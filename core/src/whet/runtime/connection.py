@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
 from whet.runtime.hosts import HostProcess
@@ -56,11 +56,7 @@ class Call:
     missed: Callable[[WorkerError], None] = lambda error: None
     """Called when the deadline has passed."""
     began: float = field(factory=time.monotonic, init=False)
-    expires: float = field(init=False)
-
-    @expires.default
-    def _from_now(self) -> float:
-        return time.monotonic() + self.timeout_seconds
+    expires: float = Factory(lambda call: time.monotonic() + call.timeout_seconds, takes_self=True)
 
     def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
         """Return the error for the failure of this call."""
