@@ -26,7 +26,7 @@ class Passing:
             if episode.undecided:
                 return False
             raise ConfigError(
-                f"evaluation.passing.reward is {self.reward!r}, which an episode of the environment {episode.environment!r} "
+                f"evaluation.passing.reward is {self.reward!r}, which an episode of environment {episode.environment!r} "
                 f"does not give; it gives {', '.join(episode.rewards)}; every episode must give it"
             )
         value = episode.rewards[self.reward] if self.reward else episode.reward
