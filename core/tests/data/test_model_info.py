@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.data.model_info import ModelInfo, check_weights, fingerprint, locate, read_model
+from whet.data.model_info import ModelInfo, check_weights, fingerprint, locate, read_model, weight_files
 from whet.errors import ConfigError
 
 
@@ -176,13 +176,24 @@ def test_broken_weights_are_explained(
     tmp_path: Path, tiny_model_folder: Path, name: str, content: Any, message: str
 ) -> None:
     whole = (tiny_model_folder / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole)
+    (tmp_path / ("model.safetensors" if name == "model.safetensors" else "model-1.safetensors")).write_bytes(whole)
     if content is None:
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_bytes(content(whole))
     with pytest.raises(ConfigError, match=message):
         check_weights(tmp_path)
+
+
+def test_a_whole_file_counts_and_an_index_beside_it_does_not(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """`transformers` reads `model.safetensors` first. A folder to which it saved twice may have both."""
+    whole = Path(shutil.copy(tiny_model_folder / "model.safetensors", tmp_path))
+    (tmp_path / "model-1.safetensors").write_bytes(b"old")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert weight_files(tmp_path) == [whole]
+    check_weights(tmp_path)
+    whole.unlink()
+    assert weight_files(tmp_path) == [tmp_path / "model-1.safetensors"]
 
 
 def test_a_fingerprint_tells_what_differs(

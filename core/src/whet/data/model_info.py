@@ -171,14 +171,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """Return the weight files that `transformers` reads: those of the index, else `model.safetensors`, else all.
+    """Return the weight files that `transformers` reads: `model.safetensors`, else those of the index, else all.
 
     A folder can have the weights a second time, under other names (`consolidated.safetensors`). Raises `ConfigError` if
     the index cannot be read.
     """
     folder = Path(folder)
     index, whole = folder / INDEX, folder / "model.safetensors"
-    if index.is_file():
+    if index.is_file() and not whole.is_file():
         try:
             listed = set(loads(index.read_bytes(), MODEL_VALUES)["weight_map"].values())
             return sorted(folder / Path(name).name for name in listed)

@@ -145,7 +145,7 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     backend.export(partial)
     with disk_errors(target):
         folder.check_held()
-        shutil.rmtree(target, ignore_errors=True)
+        target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     folder.journal("exported", step=step)
 
