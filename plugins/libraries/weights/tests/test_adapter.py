@@ -67,3 +67,10 @@ def test_dropout_of_an_adapter_is_told_of(folder: Path, caplog: pytest.LogCaptur
         change(folder, lora_dropout=0.1)
         read_peft(folder)
     assert "lora_dropout 0.1" in caplog.text
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
+def test_an_alpha_that_is_no_finite_number_is_refused(folder: Path, alpha: float) -> None:
+    change(folder, lora_alpha=alpha)
+    with pytest.raises(WhetError, match=r"lora_alpha is (nan|inf), wanted a finite number"):
+        read_peft(folder)

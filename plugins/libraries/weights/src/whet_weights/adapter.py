@@ -9,6 +9,7 @@ PEFT wraps the second stacked parameter of an experts module around the first, s
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,8 @@ def read_peft(folder: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
         config: dict[str, Any] = loads((folder / CONFIG).read_bytes(), MODEL_VALUES)
         tensors = load_file(folder / WEIGHTS)
         kind = config["peft_type"], int(config["r"]), float(config["lora_alpha"])
+        if not math.isfinite(kind[2]):
+            raise ValueError(f"lora_alpha is {kind[2]}, wanted a finite number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise WhetError(f"{folder} is no LoRA adapter in PEFT's format ({WEIGHTS} and {CONFIG}): {error!r}") from error
     more = [f"{key} {config[key]!r}" for key in VARIANTS if config.get(key)]
