@@ -86,3 +86,35 @@ def test_a_padding_token_that_ends_nothing_stays(padded):
 def test_a_tokenizer_whose_special_tokens_all_end_texts_is_warned_of(padded, caplog):
     assert padded("<|im_end|>", CHATML, renamed=(0, 1, 2)).pad_token == "<|im_end|>"
     assert "none is left for padding" in caplog.text
+
+
+def test_the_padding_token_is_that_of_an_older_file_of_special_tokens_too(tiny_model_folder, tmp_path):
+    """`transformers` takes what `special_tokens_map.json` says before what `tokenizer_config.json` says."""
+    export.copy_companions(tiny_model_folder, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    ends = {"pad_token": "<|im_end|>", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, **ends}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(ends))
+    config = PretrainedConfig(eos_token_id=None, pad_token_id=None)
+    export.set_padding(config, tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.pad_token != "<|im_end|>"
+    assert config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_named_chat_templates_and_files_of_other_processors_are_copied(tiny_model_folder, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model_folder)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "TOOLS"}
+    tokenizer.save_pretrained(source)
+    names = ("tekken.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    for name in names:
+        (source / name).write_text(name)
+    export.copy_companions(source, target)
+    assert PreTrainedTokenizerFast.from_pretrained(target).chat_template == tokenizer.chat_template
+    assert all((target / name).read_text() == name for name in names)
+    for file in (source / "additional_chat_templates").iterdir():
+        file.unlink()
+    export.copy_companions(source, tmp_path / "other")
+    assert not (tmp_path / "other/additional_chat_templates").exists()

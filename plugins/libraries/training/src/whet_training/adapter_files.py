@@ -11,6 +11,7 @@ from torch import Tensor
 
 from whet.component import AdapterInfo
 from whet.data.files import disk_errors
+from whet.data.model_info import weight_files
 from whet.errors import CheckpointError, WhetError
 from whet_training.lora import refuse_other_scaling
 from whet_weights.adapter import CONFIG, WEIGHTS, read_peft, write_peft
@@ -61,7 +62,7 @@ def read(
 def base_digest(folder: Path) -> str:
     """Return a digest of a model folder's weights: names, shapes, dtypes, and the first bytes of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
+    "tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json",
+    "*preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
 )  # fmt: skip
 
 
@@ -80,12 +81,13 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, generation config and model code without changes."""
+    """Copy tokenizer, chat templates, generation config and model code without changes."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in COMPANIONS:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
+        for file in filter(Path.is_file, sorted(source.glob(pattern))):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def set_padding(config: Any, folder: Path) -> None:
@@ -114,9 +116,15 @@ def set_padding(config: Any, folder: Path) -> None:
         return
     config.get_text_config().pad_token_id = config.pad_token_id = ids[pad]
     if pad != tokenizer.pad_token:
-        file = folder / "tokenizer_config.json"
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        file.write_text(json.dumps({**settings, "pad_token": pad}, indent=2, ensure_ascii=False), encoding="utf-8")
+        _write_into(folder / "tokenizer_config.json", pad_token=pad)
+        if (older := folder / "special_tokens_map.json").is_file():  # what it says wins
+            _write_into(older, pad_token=pad)
+
+
+def _write_into(file: Path, **changes: str) -> None:
+    """Change what a JSON file says. Make it if it is not there."""
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps({**settings, **changes}, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _last_tokens(config: Any, folder: Path, tokenizer: Any) -> set[int | None]:
