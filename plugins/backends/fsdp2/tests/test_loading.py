@@ -61,6 +61,61 @@ def test_a_tied_model_whose_files_have_a_head_of_its_own_is_exported_untied(make
     assert json.loads((tmp_path / "tied/config.json").read_text())["tie_word_embeddings"]
 
 
+def coded(code, folder, tmp_path, **quantization):
+    """Copy a model folder with its projections in 8 bits and their scales beside them."""
+
+    def weights(found):
+        for name in [one for one in found if one.endswith("_proj.weight")]:
+            found |= code(name, found[name])
+        return found
+
+    return copy_of(folder, tmp_path, weights, quantization_config=quantization)
+
+
+def test_weights_that_stay_quantised_are_refused(make_worker, folders, tmp_path):
+    pytest.importorskip("bitsandbytes")
+
+    def code(name, tensor):
+        scale = tensor.abs().amax(1)
+        return {name: (tensor / scale[:, None] * 127).round().to(torch.int8), name.replace("weight", "SCB"): scale}
+
+    folder = coded(code, folders(), tmp_path, quant_method="bitsandbytes", load_in_8bit=True)
+    for options in ({}, {"lora": {"rank": 2}}):
+        with pytest.raises(WhetError, match=r"model\.path: the weights in .* are still quantised .* by bitsandbytes"):
+            make_worker(folder=folder, **options)
+
+
+def test_weights_that_are_no_longer_quantised_when_they_are_loaded_are_trained(folders, tmp_path):
+    def code(name, tensor):
+        scale = tensor.abs().max() / 448
+        return {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+
+    block = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    found = load_model(read_model(coded(code, folders(), tmp_path, quant_method="fp8", **block))).state_dict()
+    for name, tensor in load_model(read_model(folders())).state_dict().items():
+        torch.testing.assert_close(found[name], tensor, atol=0.05 * float(tensor.abs().max()), rtol=0)
+
+
+def test_weights_that_are_left_out_are_told_of(folders, tmp_path, caplog):
+    name = "model.layers.0.mlp.further.weight"
+    load_model(read_model(copy_of(folders(), tmp_path, lambda w: {**w, name: torch.ones(2)})))
+    assert f"1 tensor that Qwen3ForCausalLM has no place for: {name}; left out, also of exports" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.self_attn.q_proj.weight"])
+def test_weights_that_show_another_config_are_refused(make_worker, folders, tmp_path, name):
+    with pytest.raises(WhetError, match=f"hold {name}, and config.json describes Qwen3ForCausalLM without"):
+        make_worker(folder=copy_of(folders(), tmp_path, lambda w: {**w, name: torch.ones(2)}))
+
+
+def test_a_head_that_another_replaces_and_further_predicted_tokens_are_no_mistakes(folders, tmp_path, caplog):
+    load_model(read_model(folders("llama")), "value")
+    assert "no place" not in caplog.text
+    further = {f"model.layers.2.{part}.weight": torch.ones(2) for part in ("eh_proj", "self_attn.q_proj")}
+    load_model(read_model(copy_of(folders(), tmp_path, lambda w: w | further)))
+    assert "2 tensors that Qwen3ForCausalLM has no place for" in caplog.text
+
+
 def test_a_cut_off_file_is_reported_with_its_folder(make_worker, folders, tmp_path):
     broken = copy_of(folders(), tmp_path)
     file = broken / "model.safetensors"

@@ -17,6 +17,7 @@ from whet_fsdp2.checkpointing import Checkpointing, enable_checkpointing
 from whet_fsdp2.compiled import compile_layers
 from whet_fsdp2.feed import Feed, feed, spread
 from whet_fsdp2.kernels import use_kernels
+from whet_fsdp2.loaded import check_loaded
 from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
 from whet_fsdp2.ranks import Ranks
@@ -49,7 +50,7 @@ def load_model(
     info: ModelInfo, head: str = "lm", seed: int = 0, *, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None,
     reshard_after_forward: bool = True, low_precision: bool = False, trained: bool = True,
 ) -> Any:  # fmt: skip
-    """Return the model of a local folder. Raises `WhetError` if weights are missing, odd or damaged.
+    """Return the model of a local folder. Raises `WhetError` if weights are missing, odd, damaged or quantised.
 
     With several `ranks` each rank reads its shards only, and `low_precision` computes in bfloat16. If the folder has no
     `value` head, a new head is drawn from the seed, for a model that is trained.
@@ -88,7 +89,7 @@ def load_model(
             )
         _draw_head(model.score.weight, seed)
         report = {**report, "missing_keys": [name for name in missing if name != NEW_HEAD]}
-    _refuse_incomplete(info.path, report)
+    check_loaded(info, model, report, head, aloud=ranks is None or ranks.rank == 0)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -122,22 +123,6 @@ def quiet() -> Iterator[None]:
         their_logging.set_verbosity(level)
         if shown:
             their_logging.enable_progress_bar()
-
-
-def _refuse_incomplete(path: str, report: Any) -> None:
-    for kind, words in (
-        ("missing_keys", "lack"),
-        ("mismatched_keys", "hold in another shape"),
-        ("error_msgs", "cannot give"),
-    ):
-        found = report.get(kind) or ()
-        names = sorted(str(item[0]) if isinstance(item, tuple) else str(item) for item in found)
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WhetError(
-                f"model.path: the weights in {path} {words} {', '.join(names[:3])}{more}; "
-                "is the download complete, and is config.json that of these weights?"
-            )
 
 
 def prepare(
