@@ -114,6 +114,8 @@ def test_a_rank_with_padding_alone_is_refused():
         ({**MIXED, "num_experts_per_tok": 9}, "chooses 9 of 8 experts for each token"),
         ({"num_key_value_heads": 3}, "has 8 heads, which its 3 key heads do not divide"),
         ({"head_dim": 15}, "has heads of 15 values"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has quantised weights (quantization_config)"),
+        ({"text_config": {"quantization_config": {}}}, "has quantised weights (quantization_config)"),
     ],
     ids=str,
 )
@@ -123,6 +125,10 @@ def test_what_megatron_cannot_compute_is_refused_by_the_plan_and_by_the_worker(c
     with pytest.raises(ConfigError):
         architecture.read(of)
     assert facts(MegatronConfig(), of).memory is None
+
+
+def test_a_config_that_names_no_quantisation_is_that_of_plain_weights():
+    assert "use" not in found({}, 1, model(quantization_config=None, text_config=[]))
 
 
 def test_a_teacher_that_does_not_fit_is_refused_by_its_key(tmp_path):

@@ -240,6 +240,44 @@ def test_a_folder_with_other_weights_than_its_config_says_is_not_written_for_meg
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_folder_of_quantised_weights_is_not_written_for_megatron_and_gives_its_config_to_others(
+    written, folders, tmp_path
+):
+    folder, model, _ = written("qwen3")
+    other = shutil.copytree(folders("qwen3"), tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    result = CliRunner().invoke(to_megatron, [str(other), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "has quantised weights (quantization_config)" in result.output
+    assert not list(tmp_path.glob("out*"))
+    for name in (model, other):
+        result = CliRunner().invoke(import_, [str(folder), str(tmp_path / f"out-{name.name}"), "--model", str(name)])
+        assert result.exit_code == 0, result.output
+    plain, found = (tmp_path / f"out-{name.name}" for name in (model, other))
+    assert read_model(found).config == read_model(plain).config
+    assert_bitwise(weights_of(found), weights_of(plain))
+
+
+def test_commands_do_not_promise_names_of_the_hub(written, tmp_path):
+    folder, _, _ = written("qwen3")
+    out = str(tmp_path / "out")
+    for command, given in ((import_, [str(folder), out, "--model", "maker/none"]), (to_megatron, ["maker/none", out])):
+        result = CliRunner().invoke(command, given)
+        assert result.exit_code == 1
+        assert "there is no model folder 'maker/none'; names of the hub are not looked up here" in result.output
+
+
+def test_a_tensor_without_a_place_in_the_index_is_not_made_up(written, tmp_path):
+    folder, model, _ = written("qwen3")
+    other = shutil.copytree(folder / "iter_0000007", tmp_path / "iter_0000007")
+    index, name = read_index(other), "decoder.final_layernorm.weight"
+    index.storage_data = {at: part for at, part in index.storage_data.items() if at.fqn != name}
+    (other / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"\.metadata has no place for \d+ numbers of {name}"):
+        list(foreign.stored(str(other), read_model(model)))
+
+
 def test_norms_are_found_under_the_names_of_transformer_engines_layers_too(build, written, make_batch, tmp_path):
     """There the norm before experts is a module of its own. Without the engine Megatron saves it as of their matrix."""
     folder, model, expected = written("qwen3_moe")

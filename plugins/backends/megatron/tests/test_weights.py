@@ -1,5 +1,7 @@
 """Stored weights to parts of ranks and back, by the rules of each family; and the shim that Megatron runs with."""
 
+import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,9 @@ from whet_megatron import architecture, cuts
 from whet_megatron.architecture import FAMILIES, Architecture
 from whet_megatron.cpu_shim import on_cpu
 from whet_megatron.cuts import Place
+from whet_megatron.release import write_release
 from whet_megatron.rules import DENSE, Rule
+from whet_megatron.stored import stored_weights
 
 ARCH = Architecture(
     layers=2, hidden=12, heads=4, kv_heads=2, head_dim=5, mlp=8, vocabulary=21, tied=False, epsilon=1e-6, rope_theta=1e4
@@ -72,6 +76,54 @@ def test_rules_name_every_stored_weight_of_their_family_once(folders, name):
                 named += [one.format(layer=layer, expert=expert) for one in rule.stored]
     assert there <= set(named)
     assert len(set(named)) == len(named)
+
+
+def copy_of(folder, tmp_path, **more):
+    """Copy a model folder, with more tensors."""
+    from safetensors.torch import load_file, save_file
+
+    file = shutil.copytree(folder, tmp_path / "model") / "model.safetensors"
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    return file.parent
+
+
+def test_stored_weights_that_no_parameter_is_made_of_are_told_of(build, folders, tmp_path, caplog):
+    for name in ("llama", "qwen2"):
+        build(folders(name))
+        build(folders(name), head="value")
+    assert "no place" not in caplog.text
+    build(copy_of(folders("llama"), tmp_path, a=torch.ones(2)))
+    assert "1 tensor that LlamaForCausalLM has no place for: a; left out, also of exports" in caplog.text
+    caplog.clear()
+    write_release(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert "1 tensor that LlamaForCausalLM has no place for: a; left out, also of exports" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"])
+def test_stored_weights_that_show_another_config_are_refused(build, folders, tmp_path, name):
+    folder = copy_of(folders("llama"), tmp_path, **{name: torch.ones(2)})
+    with pytest.raises(Exception, match=f"hold {name}, and config.json describes LlamaForCausalLM without"):
+        build(folder)
+    with pytest.raises(WhetError, match=f"hold {name}, and config.json"):
+        write_release(str(folder), str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_whole_file_is_read_before_an_index_and_a_tensor_that_a_file_lacks_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    for value, file in enumerate(("model-1.safetensors", "model.safetensors")):
+        save_file({"a": torch.full((2,), float(value))}, tmp_path / file)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with stored_weights(tmp_path) as weights:
+        assert weights.names == {"a"}
+        assert weights.slices("a")[:].tolist() == [1.0, 1.0]
+    (tmp_path / "model.safetensors").unlink()
+    with stored_weights(tmp_path) as weights:
+        assert weights.slices("a")[:].tolist() == [0.0, 0.0]
+        with pytest.raises(WhetError, match=r"model-1\.safetensors lacks b, which the index .* says"):
+            weights.slices("b")
 
 
 def test_a_rule_reads_numbers_from_a_name():

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
@@ -17,6 +17,8 @@ from whet.installed import entry_points
 from whet_megatron.rules import DENSE, MIXTRAL, QWEN_MOE, VALUE_HEAD, Rule
 
 GROUP = "whet_megatron.families"
+QUANTISED = "quantization_config"
+"""Key of `config.json` that says how weights are quantised."""
 
 
 @frozen
@@ -154,6 +156,10 @@ def refusals(model: ModelInfo) -> Iterator[str]:
         yield f"is a model of type {config.get('model_type', '')!r}; this backend has {known}"
         return
     yield from found.unfit(config)
+    inner = config.get("text_config")
+    if any(isinstance(one, Mapping) and one.get(QUANTISED) is not None for one in (config, inner)):
+        yield (f"has quantised weights ({QUANTISED}), of which this backend would read the codes without their scales; "
+               "give a folder of weights in float32 or bfloat16, e.g. of the model before quantisation")  # fmt: skip
     if str(config.get("hidden_act", "silu")) != "silu":
         yield f"has the activation {config['hidden_act']} (hidden_act); this backend has silu"
     yield from _rope_problems(config)
@@ -164,6 +170,14 @@ def refusals(model: ModelInfo) -> Iterator[str]:
     yield from _count_problems(model)
     if model.dtype not in ("float32", "bfloat16"):
         yield f"computes in {model.dtype} (model.dtype); this backend computes in float32 or bfloat16"
+
+
+def unquantised(model: ModelInfo) -> ModelInfo:
+    """Return a model as it is without quantisation of its weights."""
+    config = {key: value for key, value in model.config.items() if key != QUANTISED}
+    if isinstance(inner := config.get("text_config"), Mapping):
+        config["text_config"] = {key: value for key, value in inner.items() if key != QUANTISED}
+    return evolve(model, config=config)
 
 
 def _count_problems(model: ModelInfo) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from whet.data.model_info import ModelInfo
+from whet_megatron.architecture import QUANTISED
 from whet_training.export import set_padding
 
 
@@ -12,6 +13,8 @@ def write_config(info: ModelInfo, folder: Path, *, value: bool) -> None:
 
     config = AutoConfig.from_pretrained(info.path, local_files_only=True)
     config.dtype = info.dtype
+    for part in (config, config.get_text_config()):
+        vars(part).pop(QUANTISED, None)  # the weights that are written are not
     if value:
         set_padding(config, folder)
         config.architectures = [info.architecture.replace("ForCausalLM", "ForSequenceClassification")]

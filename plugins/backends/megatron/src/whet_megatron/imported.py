@@ -6,10 +6,11 @@ from pathlib import Path
 from attrs import evolve
 
 from whet.data.files import disk_errors
-from whet.data.model_info import read_model
 from whet.errors import CheckpointError
+from whet_megatron.architecture import unquantised
 from whet_megatron.export import write_config
 from whet_megatron.foreign import Foreign, stored
+from whet_megatron.stored import read_folder
 from whet_training.export import copy_companions, write_weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -18,12 +19,13 @@ EMBEDDING = "embedding.word_embeddings.weight"
 def import_model(checkpoint: str, out: str, model: str) -> None:
     """Write the weights of a checkpoint, with config and tokenizer of a model folder, to the folder `out`.
 
-    Raises `CheckpointError` if it is no checkpoint of this model. Then there is no `out`.
+    The weights of that folder are not read, and may be quantised. Raises `CheckpointError` if it is no checkpoint of
+    this model. Then there is no `out`.
     """
     place, partial = Path(out), Path(out).with_name(f"{Path(out).name}.partial")
     if place.exists():
         raise CheckpointError(f"{out} is there already; choose another folder for the model")
-    info, index = read_model(model), Foreign(checkpoint).index
+    info, index = unquantised(read_folder(model)), Foreign(checkpoint).index
     kind = getattr(index.state_dict_metadata.get(EMBEDDING), "properties", None)
     dtype = str(kind.dtype).removeprefix("torch.") if kind is not None else info.dtype
     shutil.rmtree(partial, ignore_errors=True)

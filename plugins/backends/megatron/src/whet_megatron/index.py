@@ -86,12 +86,16 @@ def read_slice(folder: Path, index: Any, name: str, lead: tuple[int, ...] = ()) 
     if len(what.size) < len(lead) or any(number >= size for number, size in zip(lead, what.size, strict=False)):
         raise CheckpointError(f"{folder} holds {name} as {list(what.size)}, which has no part {list(lead)}")
     found = torch.empty(what.size[len(lead) :], dtype=what.properties.dtype)
+    missing = found.numel()
     for part, place, chunk in _chunks(index, name, lead):
         values = _loaded(folder, part, name)
         for number, begin in zip(lead, place, strict=False):
             values = values[number - begin]
         where = [slice(begin, begin + size) for begin, size in list(zip(place, chunk, strict=True))[len(lead) :]]
         found[tuple(where)] = values
+        missing -= values.numel()
+    if missing > 0:
+        raise CheckpointError(f"{folder} cannot be loaded: its {FILE} has no place for {missing:,} numbers of {name}")
     return found
 
 

@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from whet.data.files import disk_errors
-from whet.data.model_info import ModelInfo, read_model
+from whet.data.model_info import ModelInfo
 from whet.errors import CheckpointError, WhetError
 from whet_megatron import architecture, cuts
 from whet_megatron.architecture import Architecture
 from whet_megatron.cuts import Place
 from whet_megatron.foreign import TRACKER
 from whet_megatron.rules import Rule
-from whet_megatron.stored import StoredWeights, stored_weights
+from whet_megatron.stored import StoredWeights, read_folder, stored_weights
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
           "common_backend_version": 1}  # fmt: skip
@@ -74,7 +74,7 @@ def write_release(model: str, out: str) -> None:
     place, partial = Path(out), Path(out).with_name(f"{Path(out).name}.partial")
     if place.exists():
         raise CheckpointError(f"{out} is there already; choose another folder for the checkpoint")
-    info = read_model(model)
+    info = read_folder(model)
     arch = architecture.read(info)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -82,6 +82,7 @@ def write_release(model: str, out: str) -> None:
             folder = partial / "release"
             folder.mkdir(parents=True)
             pieces = list(_pieces(info, arch, weights))
+            weights.check_left_out({name for one in pieces for name in one.stored}, info)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that it is one process
                 save({}, storage_writer=Writer(folder), planner=Planner(pieces, weights, arch), no_dist=True)

@@ -1,13 +1,18 @@
 """The weights of a model folder, read slice by slice."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from whet.data.model_info import weight_files
-from whet.errors import WhetError
+from whet.data.model_info import INDEX, ModelInfo, read_model, weight_files
+from whet.errors import ConfigError, WhetError
+from whet_training.left_out import check_left_out
+from whet_weights.whole import DERIVED, HEAD
+
+WHOLE = "model.safetensors"
+"""The file of all weights. Where it is, an index is not read."""
 
 
 class StoredWeights:
@@ -27,16 +32,35 @@ class StoredWeights:
 
     def slices(self, name: str) -> Any:
         """Return a weight that is read when it is indexed. Raises `WhetError` if there is none of this name."""
+        from safetensors import SafetensorError
+
         if name not in self._file_of:
             raise WhetError(
                 f"model.path: the weights in {self._folder} lack {name}; is the download complete, and is config.json "
                 "that of these weights?"
             )
-        return self._open(self._file_of[name]).get_slice(name)
+        try:
+            return self._open(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise WhetError(
+                f"model.path: {self._folder / self._file_of[name]} lacks {name}, which the index {INDEX} says that it "
+                f"holds; fetch both again: {error}"
+            ) from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight."""
         return tuple(self.slices(name).get_shape())
+
+    def check_left_out(
+        self, read: Collection[str], info: ModelInfo, *, value: bool = False, aloud: bool = True
+    ) -> None:
+        """Warn of weights that were not `read`, if `aloud`. Heads that a model replaces are left out silently.
+
+        Raises `WhetError` if they show that config.json is that of another model.
+        """
+        replaced = {HEAD} if value or info.config.get("tie_word_embeddings") else set()
+        left_out = {name for name in self.names - set(read) - replaced if not name.endswith(DERIVED)}
+        check_left_out(str(self._folder), left_out, read, info.config, info.architecture, aloud=aloud)
 
     def _open(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -56,10 +80,19 @@ def stored_weights(folder: str | Path) -> Iterator[StoredWeights]:
         yield StoredWeights(Path(folder), stack)
 
 
+def read_folder(path: str) -> ModelInfo:
+    """Return the facts of a local model folder. Raises `ConfigError` if there is none, or it is no model folder."""
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"there is no model folder {path!r}; names of the hub are not looked up here: download the model first"
+        )
+    return read_model(path)
+
+
 def _index(folder: Path) -> dict[str, str]:
-    """Return the file of each weight, if the folder has an index."""
-    path = folder / "model.safetensors.index.json"
-    if not path.is_file():
+    """Return the file of each weight, if the folder's index is what counts: see `weight_files`."""
+    path = folder / INDEX
+    if (folder / WHOLE).is_file() or not path.is_file():
         return {}
     try:
         found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

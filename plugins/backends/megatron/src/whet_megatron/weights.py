@@ -37,6 +37,7 @@ class ModelWeights:
         self, stages: Sequence[Any], architecture: Architecture, info: ModelInfo, ranks: Ranks, *, value: bool
     ) -> None:
         self.stages, self.architecture, self._ranks = tuple(stages), architecture, ranks
+        self._info = info
         found = family(info)
         assert found is not None
         self.rules = [VALUE_HEAD if value and rule.name == VALUE_HEAD.name else rule for rule in found.rules]
@@ -72,6 +73,14 @@ class ModelWeights:
                 if name in there or rule == VALUE_HEAD:
                     yield name
 
+    def _places(self) -> frozenset[str]:
+        """Return the stored names of the parameters of all ranks."""
+        rules = [rule for rule in self.rules if self.architecture.has(rule) or rule == VALUE_HEAD]
+        return frozenset(
+            name.format(layer=layer, expert=expert)
+            for rule in rules for layer, expert in self.architecture.numbers(rule) for name in rule.stored
+        )  # fmt: skip
+
     def place(self, one: Ruled) -> Place:
         """Return this rank's place among those that share a parameter."""
         return self.expert_tensor_place if one.expert else self.tensor_place
@@ -105,6 +114,7 @@ class ModelWeights:
         """Read this rank's part of each weight. A value head that the folder lacks becomes `new_head`."""
         with stored_weights(folder) as weights:
             self.names = frozenset(self._first_names(weights.names))
+            weights.check_left_out(self._places(), self._info, value=self.value, aloud=self._ranks.rank == 0)
             for one in self.ruled.values():
                 if one.rule == VALUE_HEAD and one.stored[0] not in weights.names:
                     if new_head is None:
