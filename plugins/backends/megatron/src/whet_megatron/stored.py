@@ -60,7 +60,8 @@ class StoredWeights:
         """
         replaced = {HEAD} if value or info.config.get("tie_word_embeddings") else set()
         left_out = {name for name in self.names - set(read) - replaced if not name.endswith(DERIVED)}
-        check_left_out(str(self._folder), left_out, read, info.config, info.architecture, aloud=aloud)
+        kind = info.architecture if value else info.architecture.replace("ForSequenceClassification", "ForCausalLM")
+        check_left_out(str(self._folder), left_out, read, info.config, kind, aloud=aloud)
 
     def _open(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
