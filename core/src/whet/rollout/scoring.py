@@ -26,8 +26,8 @@ class Passing:
             if episode.undecided:
                 return False
             raise ConfigError(
-                f"evaluation.passing.reward is {self.reward!r}, which an episode of environment {episode.environment!r} "
-                f"does not give; it gives {', '.join(episode.rewards)}; every episode must give it"
+                f"evaluation.passing.reward is {self.reward!r}, which an episode of "
+                f"{episode.environment!r} does not give; it gives {', '.join(episode.rewards)}; every episode must give it"
             )
         value = episode.rewards[self.reward] if self.reward else episode.reward
         return value >= self.at_least - ROUNDING
