@@ -27,7 +27,7 @@ class Passing:
                 return False
             raise ConfigError(
                 f"evaluation.passing.reward is {self.reward!r}, which an episode of "
-                f"{episode.environment!r} does not give; it gives {', '.join(episode.rewards)}; every episode must give it"
+                f"{episode.environment!r} does not give; it gives {', '.join(episode.rewards)}; all must give it"
             )
         value = episode.rewards[self.reward] if self.reward else episode.reward
         return value >= self.at_least - ROUNDING
