@@ -36,7 +36,7 @@ from whet.rollout.event_loop import gather_or_cancel
 from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener as AddressListener
-from whet_endpoint.reading import check_tools, read_choice, without_tags
+from whet_endpoint.reading import check_tools, read_choice, text_prompt, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.session import Listen
 
@@ -169,7 +169,7 @@ class EpisodeResponder:
             length, key = next(((n, key) for n, key in known if key in self._places), (0, b"none"))
             return self._places.get(key), prompt[length:], None
         if isinstance(prompt, str):
-            return None, (Message("user", prompt),), self.chat.encode(prompt)
+            return None, (Message("user", prompt),), text_prompt(self.chat, prompt)
         within = [p for p in self._all if p.turns and np.array_equal(prompt[: len(p.tokens)], p.tokens)]
         place = max(within, key=lambda p: len(p.tokens), default=None)
         rest = prompt[len(place.tokens) :] if place else prompt

@@ -6,6 +6,7 @@ continue the recorded conversation.
 
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from attrs import evolve, frozen
 
 from whet.data.messages import Message
@@ -66,6 +67,13 @@ def check_tools(request: ApiRequest, chat: Chat) -> None:
         tool_format(chat)
     except DataError as error:
         raise ApiError(400, str(error), "tools" if request.tools else "messages") from error
+
+
+def text_prompt(chat: Chat, text: str) -> IntArray:
+    """Return the tokens [prompt] of a text to continue, behind those that the tokenizer puts before a text."""
+    tokens = chat.encode(text)
+    opening = np.array(getattr(chat, "opening", ()), np.int64)  # of a `Tokenizer`, which the chat of a model is
+    return tokens if np.array_equal(tokens[: len(opening)], opening) else np.concatenate([opening, tokens])
 
 
 def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: Completion) -> Choice:

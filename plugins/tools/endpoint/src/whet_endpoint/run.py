@@ -28,7 +28,7 @@ from whet_endpoint.choices import Choice
 from whet_endpoint.episode import heard
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener
-from whet_endpoint.reading import check_tools, read_choice
+from whet_endpoint.reading import check_tools, read_choice, text_prompt
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.rows import RowWriter
 from whet_endpoint.session import Listen
@@ -93,7 +93,7 @@ class RunResponder:
         if isinstance(prompt, np.ndarray):
             return prompt
         if isinstance(prompt, str):
-            return self.chat.encode(prompt)
+            return text_prompt(self.chat, prompt)
         try:
             return self.chat.with_tools(request.tools).prompt(prompt)
         except DataError as error:
