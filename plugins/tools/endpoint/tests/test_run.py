@@ -134,3 +134,22 @@ def test_a_model_that_is_gone_is_said_so_and_asked_again_when_it_is_back(tmp_pat
     gone, back = ask(tmp_path), ask(tmp_path)
     endpoint.close()
     assert (gone[0], gone[1]["error"]["code"], back[0]) == (503, "model_failed", 200)
+
+
+def test_a_response_is_sent_also_where_its_row_cannot_be_written(
+    tmp_path: Path, loop: EpisodeLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append = RunFolder.append
+
+    def full(self: RunFolder, name: str, rows: Any) -> None:
+        if name == "endpoint.jsonl":
+            raise OSError(28, "No space left on device")
+        append(self, name, rows)
+
+    monkeypatch.setattr(RunFolder, "append", full)
+    endpoint = start(loop, tmp_path, FakeGenerator("yes"))
+    assert [ask(tmp_path)[0] for _ in range(2)] == [200, 200]
+    endpoint.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("whet_endpoint")]
+    assert "No space left on device" in warning
+    assert list(read_rows(tmp_path / "journal.jsonl"))[-1]["not_written"] == 2

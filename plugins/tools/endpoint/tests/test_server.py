@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from whet.config.sections import EndpointSection
-from whet.data.records import Completion, Sampling
+from whet.data.records import Completion, Progress, Sampling
 from whet.errors import WhetError
 from whet.interfaces.environment import Address
 from whet_endpoint.choices import Choice
@@ -272,6 +272,48 @@ def test_nothing_of_a_request_is_logged(caplog: pytest.LogCaptureFixture, capsys
     seen = caplog.text + captured.out + captured.err
     assert "secret-word" not in seen
     assert "chat/completions" not in seen.replace("POST", "")
+
+
+class Breaks(Says):
+    """A responder that reports some tokens, and then fails inside."""
+
+    def __init__(self, told: bytes) -> None:
+        super().__init__("yes")
+        self._told = told
+
+    async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
+        if listen is not None and self._told:
+            tokens, none = np.frombuffer(self._told, np.uint8).astype(np.int64), np.zeros((len(self._told), 0))
+            listen(0, Progress(name, 0, tokens, -np.ones(len(tokens), np.float32), none.astype(np.int64), none))
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("told", [b"", b"ye"])
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/chat/completions", ASKED, "server_error"),
+        ("/completions", {"prompt": "a"}, "server_error"),
+        ("/responses", {"input": "a"}, "response.failed"),
+        ("/messages", {**ASKED, "max_tokens": 9}, "api_error"),
+    ],
+)
+def test_a_failure_inside_ends_a_stream_and_is_logged_once(
+    path: str, body: Any, last: str, told: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(address: Address, session: Any) -> None:
+        async with asyncio.timeout(20), post(address, session, {**body, "stream": True}, path) as response:
+            said = await response.text()
+        assert response.status == (200 if told else 500)
+        if told:
+            assert last in said.rstrip("\n").split("\n\n")[-1]
+        assert "no response could be made" in said
+        assert "No space" not in said
+        assert address.api_key not in caplog.text
+
+    with_server(check, Breaks(told))
+    (record,) = [record for record in caplog.records if record.name.startswith("whet")]
+    assert "OSError: [Errno 28] No space left on device" in record.getMessage()
 
 
 def test_a_port_that_is_taken_is_said_so() -> None:

@@ -1,8 +1,11 @@
 """Requests that get an error as their response."""
 
+import logging
 from typing import Any
 
-from whet.errors import WhetError
+from whet.errors import WhetError, printable
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(WhetError):
@@ -16,3 +19,10 @@ class ApiError(WhetError):
 def unwanted(name: str, value: Any, wanted: str) -> ApiError:
     """Return the error for a parameter with a value that it cannot have."""
     return ApiError(400, f"{name} is {value!r:.80}, wanted {wanted}", name)
+
+
+def failed_inside(error: Exception) -> ApiError:
+    """Log an error that is none of the request's, and return what the client is told in its place."""
+    words = printable(f"{type(error).__name__}: {error}"[:500])
+    logger.error("a request at the endpoint failed inside, and its client got status 500: %s", words)
+    return ApiError(500, "the request is valid, and no response could be made")

@@ -1,6 +1,7 @@
 """The responses at the endpoint of a run, recorded as tokens in the file `endpoint.jsonl` of the run folder."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +9,11 @@ from typing import Any
 
 from whet.data.files import json_line
 from whet.data.records import Request
+from whet.errors import WhetError, in_words
 from whet.interfaces.endpoint import RunFiles
 from whet_endpoint.choices import Choice
+
+logger = logging.getLogger(__name__)
 
 FILE = "endpoint.jsonl"
 
@@ -24,10 +28,13 @@ class RowWriter:
         self._size = file.stat().st_size if file.exists() else 0
         self._writer = ThreadPoolExecutor(1, "whet endpoint")
         self.counts = Counter[str]()
-        """Completions that were `recorded`, and that were `left_out`."""
+        """Completions that were `recorded`, that were `left_out`, and whose rows were `not_written` for an error."""
 
     async def add(self, request: Request, choice: Choice) -> None:
-        """Write a request to the generator and its completion, and return when the row is written."""
+        """Write a request to the generator and its completion, and return when the row is written.
+
+        What was sampled is not lost where its row cannot be written: the first such error is a warning.
+        """
         await asyncio.get_running_loop().run_in_executor(self._writer, self._add, request, choice)
 
     def close(self) -> None:
@@ -40,7 +47,16 @@ class RowWriter:
         if self._size + size > self._limit:
             self.counts["left_out"] += 1
             return
-        self._folder.append(FILE, [row])
+        try:
+            self._folder.append(FILE, [row])
+        except (OSError, WhetError) as error:
+            if not self.counts["not_written"]:
+                logger.warning(
+                    "a response at the endpoint could not be recorded in %s: %s; make room there, or set "
+                    "endpoint.record to 0. Further ones are counted in the journal alone", FILE, in_words(error),
+                )  # fmt: skip
+            self.counts["not_written"] += 1
+            return
         self._size += size
         self.counts["recorded"] += 1
 

@@ -25,7 +25,7 @@ from whet_endpoint.anthropic_messages import MessagesDialect
 from whet_endpoint.chat import ChatDialect, TextDialect, model, models, openai_error
 from whet_endpoint.choices import cut_short
 from whet_endpoint.dialects import Dialect
-from whet_endpoint.errors import ApiError
+from whet_endpoint.errors import ApiError, failed_inside
 from whet_endpoint.requests import MODEL, ApiRequest
 from whet_endpoint.responses import ResponsesDialect
 from whet_endpoint.session import Session
@@ -110,9 +110,9 @@ class Server:
         except ApiError as error:
             self._counts[f"refused with {error.status}"] += 1
             return _error(error, path)
-        except Exception:  # the edge: a client learns nothing of an error inside
+        except Exception as error:  # the edge: a client learns nothing of an error inside
             self._counts["failed"] += 1
-            return _error(ApiError(500, "the request is valid, and no response could be made"), path)
+            return _error(failed_inside(error), path)
 
     async def _respond(self, request: Any) -> Any:
         key, path = _key_and_path(request)

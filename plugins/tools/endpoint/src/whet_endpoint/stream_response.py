@@ -1,6 +1,7 @@
 """Sends one response as server-sent events while it is sampled.
 
-A failure before the first token is an answer with its own status. Later ones are events, as the status has been sent.
+A failure before the first token is an answer with its own status. Later ones are events, as the status has been sent:
+no stream ends without its last event.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from attrs import define, field
 from whet.data.records import Progress
 from whet_endpoint.choices import Choice, Likeliest, Tokens, tokens_of
 from whet_endpoint.dialects import Writer
-from whet_endpoint.errors import ApiError
+from whet_endpoint.errors import ApiError, failed_inside
 from whet_endpoint.requests import ApiRequest
 from whet_endpoint.session import Session
 from whet_endpoint.streaming import TOKENS_AT_A_TIME, Piece, RunningText
@@ -38,7 +39,7 @@ class _Running:
 
 
 async def events(session: Session, request: ApiRequest, name: str, writer: Writer) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a response, some at a time. Raises `ApiError` for a failure before the first ones.
+    """Yield the events of a response, some at a time. Only a failure before the first ones is raised.
 
     Closing the iterator cancels the request.
     """
@@ -47,26 +48,25 @@ async def events(session: Session, request: ApiRequest, name: str, writer: Write
     respond = session.respond(request, name, lambda index, progress: reports.put_nowait((index, progress)))
     task = asyncio.get_running_loop().create_task(respond)
     task.add_done_callback(partial(lambda queue, _: queue.put_nowait(None), reports))
+    begun = False
     try:
-        begun = False
         async for report in _until_none(reports):
             head = b"" if begun else writer.begin()
-            begun = True
             if data := head + _reported(writer, running, *report):
+                begun = True
                 yield data
-        try:
-            choices = await task
-            for choice, each in zip(choices, running, strict=True):
-                if not each.text.matches(choice.completion.tokens):
-                    raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")
-        except ApiError as error:
-            if not begun:
-                raise
-            yield writer.failed(error)
-            return
-        yield b"" if begun else writer.begin()
+        choices = await task
+        for choice, each in zip(choices, running, strict=True):
+            if not each.text.matches(choice.completion.tokens):
+                raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")
+        head, begun = b"" if begun else writer.begin(), True
+        yield head
         for data in _rest(writer, running, choices):
             yield data
+    except Exception as error:  # the edge: a client learns nothing of an error inside
+        if not begun:
+            raise
+        yield writer.failed(error if isinstance(error, ApiError) else failed_inside(error))
     finally:
         task.cancel()
 
