@@ -5,9 +5,12 @@ import contextlib
 import gzip
 import json
 import logging
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -351,6 +354,64 @@ def test_a_body_that_comes_after_the_key_has_gone_is_not_answered() -> None:
 
     status, said = asyncio.run(run())
     assert (status, said["error"]["code"], late.asked) == (401, "invalid_api_key", [])
+
+
+@contextlib.asynccontextmanager
+async def reading_nothing(address: Address, stream: bool) -> AsyncIterator[None]:
+    """Ask for a long response, and leave it unread."""
+    unread = socket.socket()
+    unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    unread.setblocking(False)
+    url, loop = urlsplit(address.base_url), asyncio.get_running_loop()
+    await loop.sock_connect(unread, (url.hostname, url.port))
+    body = json.dumps({**ASKED, "stream": stream, "logprobs": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.api_key}\r\n"
+    await loop.sock_sendall(unread, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with unread:
+        yield
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+LONG = "x" * 60_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_reads_nothing_ends_with_its_key(stream: bool) -> None:
+    listener = Listener(EndpointSection(max_connections=1))
+
+    async def run() -> None:
+        async with listener.open(Says("yes"), tuple) as address, AsyncExitStack() as reading:
+            async with listener.open(Says(LONG), tuple) as other:
+                await reading.enter_async_context(reading_nothing(other, stream))
+                await until(lambda: any(one.writing_paused for one in connections(listener)))
+            await until(lambda: not connections(listener))
+            async with aiohttp.ClientSession() as session, post(address, session, ASKED) as response:
+                assert response.status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_may_not_wait_for_ever_before_it_reads_on(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet_endpoint.server.SEND_SECONDS", 0.2)
+    listener = Listener(EndpointSection(max_connections=1))
+
+    async def run() -> None:
+        async with listener.open(Says(LONG), tuple) as address, reading_nothing(address, stream):
+            await until(lambda: listener.counts["not read"] and not connections(listener))
+
+    asyncio.run(run())
+    assert listener.counts == {"requests": 1, "not read": 1}
+
+
+def connections(listener: Listener) -> Any:
+    assert listener._server is not None
+    return listener._server._http.connections
 
 
 def test_a_host_that_is_no_name_is_an_error_in_words() -> None:

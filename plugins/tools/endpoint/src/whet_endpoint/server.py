@@ -11,8 +11,8 @@ import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -28,15 +28,15 @@ from whet_endpoint.dialects import Dialect
 from whet_endpoint.errors import ApiError, failed_inside
 from whet_endpoint.requests import MODEL, ApiRequest
 from whet_endpoint.responses import ResponsesDialect
-from whet_endpoint.session import Session
+from whet_endpoint.session import CLOSE_SECONDS, Session
 from whet_endpoint.stream_response import events
 
 BODY_SECONDS = 30.0
 """How long a client may take to send a request's body."""
 IDLE_SECONDS = 75.0
 """How long a connection may be without a request."""
-CLOSE_SECONDS = 1.0
-"""How long the sending of responses may take when the server closes."""
+SEND_SECONDS = 60.0
+"""How long a client may take to read on."""
 EVENTS = "text/event-stream; charset=utf-8"
 MOST_VALUES = 1 << 20
 """Most JSON values in a body; a prompt may have as many tokens."""
@@ -103,10 +103,24 @@ class Server:
         return protocol
 
     async def _handle(self, request: Any) -> Any:
+        """Answer a request, and return the response when its client's system has all of it."""
         self._counts["requests"] += 1
+        try:
+            response = await self._answer(request)
+            async with _sending(request):
+                await response.prepare(request)
+                await response.write_eof()
+        except _Unread:
+            self._counts["not read"] += 1
+            raise
+        return response
+
+    async def _answer(self, request: Any) -> Any:
         _, path = _key_and_path(request)
         try:
             return await self._respond(request)
+        except _Unread:
+            raise
         except ApiError as error:
             self._counts[f"refused with {error.status}"] += 1
             return _error(error, path)
@@ -140,6 +154,8 @@ class Server:
             self._counts["requests with ignored parameters"] += 1
         headers = {"x-whet-ignored": ", ".join(parsed.ignored)} if parsed.ignored else {}
         name, pieces = secrets.token_hex(12), session.responder.chat.pieces
+        if task := asyncio.current_task():
+            session.handle(task)
         if parsed.stream:
             return await self._stream(request, session, parsed, name, dialect, headers)
         try:
@@ -160,10 +176,9 @@ class Server:
         writer = dialect.writer(parsed, name, session.responder.chat.pieces)
         async with aclosing(events(session, parsed, name, writer)) as found:
             async for data in found:
-                if not response.prepared:
+                async with _sending(request):
                     await response.prepare(request)
-                await response.write(data)
-        await response.write_eof()
+                    await response.write(data)
         return response
 
     async def _body(self, request: Any) -> Any:
@@ -183,6 +198,30 @@ class Server:
             return loads(read, MOST_VALUES)
         except ValueError as error:
             raise ApiError(400, f"the body cannot be read as JSON: {error}") from None
+
+
+class _Unread(ConnectionError):
+    """A client is gone, or does not read its response."""
+
+
+@asynccontextmanager
+async def _sending(request: Any) -> AsyncIterator[None]:
+    """Send a part of a response in the body. Raises `_Unread`, and breaks the connection, if the client does not read.
+
+    So does cancelling: a connection that is closed in order waits until the client has read what was written.
+    """
+    transport, sent = request.transport, False
+    try:
+        async with asyncio.timeout(SEND_SECONDS):
+            if transport is not None:
+                transport.set_write_buffer_limits(0)  # written is what the system has taken over
+            yield
+        sent = True
+    except (TimeoutError, ConnectionError) as error:
+        raise _Unread from error
+    finally:
+        if transport is not None and not sent:
+            transport.abort()
 
 
 def _key_and_path(request: Any) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from attrs import define, evolve, field
 
@@ -13,6 +13,8 @@ from whet_endpoint.errors import ApiError
 from whet_endpoint.memory import Memory, response_id
 from whet_endpoint.requests import ApiRequest, Rules
 
+CLOSE_SECONDS = 1.0
+"""How long the sending of responses may take when their key ends, and when the server closes."""
 Listen = Callable[[int, Progress], None]
 """(index of the choice, its next tokens). Called while a response is sampled, where the generator reports tokens."""
 
@@ -40,6 +42,8 @@ class Session:
     secret: str
     memory: Memory = field(factory=Memory, init=False)
     _running: "set[asyncio.Task[list[Choice]]]" = field(factory=set, init=False)
+    _handlers: "set[asyncio.Task[Any]]" = field(factory=set, init=False)
+    """The tasks that answer requests: each waits for its sampling, and then for its client to read."""
     _closed: bool = field(default=False, init=False)
 
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None = None) -> list[Choice]:
@@ -57,14 +61,25 @@ class Session:
         finally:
             self._running.discard(task)
 
+    def handle(self, task: "asyncio.Task[Any]") -> None:
+        """Have a task that answers a request end with the session."""
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+
     async def close(self) -> None:
-        """Cancel all requests in flight, and wait until they have ended."""
+        """Cancel all requests in flight, and wait until they have ended. Clients that read are told so."""
         self._closed = True
         running = list(self._running)
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
+        if handlers := list(self._handlers):
+            _, unread = await asyncio.wait(handlers, timeout=CLOSE_SECONDS)
+            for handler in unread:
+                handler.cancel()
+            if unread:
+                await asyncio.wait(unread, timeout=CLOSE_SECONDS)
 
     async def _choices(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the choices, and keep the conversation where a later request may continue it by the response's id."""
