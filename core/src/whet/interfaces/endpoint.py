@@ -52,6 +52,9 @@ class RecordedSequence(Protocol):
         the messages.
         """
 
+    def forget(self) -> None:
+        """Remove the last response, and the messages with which it was asked for."""
+
 
 class Loop(Protocol):
     """The event loop of all episodes. It runs on its own thread."""

@@ -202,6 +202,30 @@ def test_the_memory_of_responses_counts_images_and_reasoning(monkeypatch: pytest
     assert memory.find("resp_0") is None
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("tool", "", answers="x" * 20),
+        Message("assistant", "", (Call("x" * 20, "f", "{}"),)),
+        Message("assistant", "", (Call("", "x" * 20, "{}"),)),
+    ],
+)
+def test_the_memory_of_responses_counts_names_and_ids(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    monkeypatch.setattr("whet_endpoint.memory.MOST_CHARACTERS", 30)
+    for name in ("resp_0", "resp_1"):
+        memory.keep(name, (message,))
+    assert (memory.find("resp_0"), memory.find("resp_1")) == (None, (message,))
+
+
+def test_the_memory_of_responses_counts_empty_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, talk = Memory(), (Message("user", ""),) * 4
+    monkeypatch.setattr("whet_endpoint.memory.MOST_PARTS", 16)
+    for i in range(5):
+        memory.keep(f"resp_{i}", talk)
+    assert [memory.find(f"resp_{i}") is not None for i in range(5)] == [False, False, False, True, True]
+
+
 # Episodes over HTTP
 
 Agent = Callable[["Client"], Awaitable[Any]]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Episode, Request, Task
-from whet.errors import DataError, RequestLost, RewrittenHistory, WorkerError, WorkerLost
+from whet.errors import DataError, PluginError, RequestLost, RewrittenHistory, WhetError, WorkerError, WorkerLost
 from whet.interfaces.environment import Address, Model
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
+from whet_chat.tokenizer import ChatTokenizer
 from whet_testing.fakes import ByteChat, FakeGenerator
 from whet_testing.playing import AltChat, AltTokens, alt, make_player
 
@@ -376,6 +378,86 @@ def test_the_agent_is_told_that_the_model_is_gone() -> None:
         play(agent, Broken(RequestLost("3 replicas were lost")))
     assert caught.value.infrastructure
     assert (seen["statuses"], seen["error"]["code"]) == ([200, 503], "model_failed")
+
+
+class Refuses(FakeGenerator):
+    """Refuses a token that it does not have, as generators do, by a plain error."""
+
+    def __init__(self, error: type[WhetError]) -> None:
+        super().__init__("yes")
+        self._error = error
+
+    async def generate(self, request: Request) -> Completion:
+        if request.tokens.max() > END:
+            raise self._error(f"request {request.id} has a token outside the vocabulary of 257")
+        return await super().generate(request)
+
+
+def test_a_request_that_the_generator_refuses_is_refused_and_the_episode_goes_on() -> None:
+    async def agent(client: Client) -> None:
+        await client.text("a")
+        reply = await client.post("/completions", {"prompt": [5, 400_000]})
+        assert (client.statuses[-1], "outside the vocabulary" in reply["error"]["message"]) == (400, True)
+        await client.text("a", "yes", "b")
+
+    assert play(agent, Refuses(WhetError)).turns == 2
+
+
+def test_a_generator_that_breaks_its_contract_is_none_of_the_requests_fault() -> None:
+    async def agent(client: Client) -> None:
+        await client.post("/completions", {"prompt": [5, 400_000]})
+
+    with pytest.raises(WhetError, match="outside the vocabulary"):
+        play(agent, Refuses(PluginError))
+
+
+def test_an_image_in_a_turn_that_is_recorded_without_it_is_refused(tiny_model_folder: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    chat = ChatTokenizer(tiny_model_folder)
+
+    async def agent(client: Client) -> None:
+        said = [{"role": "assistant", "content": await client.text("a")}, {"role": "user", "content": "b"}]
+        other = {"role": "user", "content": [{"type": "text", "text": "a"}, image]}
+        reply = await client.post("/chat/completions", {"messages": [other, *said]})
+        assert (client.statuses, "image" in reply["error"]["message"]) == ([200, 400], True)
+
+    assert play(agent, FakeGenerator("yes", codec=chat), chat).turns == 1
+
+
+class Uneven(FakeGenerator):
+    """Never finishes one of its responses."""
+
+    def __init__(self, answers: list[str], endless: int) -> None:
+        super().__init__(answers)
+        self._endless = endless
+
+    async def generate(self, request: Request) -> Completion:
+        number = len(self.requests)
+        made = await super().generate(request)
+        if number == self._endless:
+            await asyncio.sleep(1000)
+        return made
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_of_a_response_that_its_client_does_not_wait_for_no_choice_is_recorded(later: bool) -> None:
+    async def agent(client: Client) -> None:
+        async def recorded(messages: int) -> None:
+            async with asyncio.timeout(8):
+                while sum(map(len, client.address.conversations())) != messages:
+                    await asyncio.sleep(0.01)
+
+        said = ["a", await client.text("a"), "b"] if later else ["a"]
+        left = asyncio.create_task(client.chat(*said, n=2))
+        await recorded(2 + 2 * later)
+        left.cancel()
+        await recorded(2 * later)
+        reply = await client.chat(*said, n=2)
+        assert [choice["message"]["content"] for choice in reply["choices"]] == ["yes", "no"]
+
+    generator = Uneven([*["one"] * later, "lost", "never", "yes", "no"], 1 + later)
+    texts = [bytes(t for t in one.tokens[one.loss_mask] if t < END) for one in play(agent, generator).trajectories]
+    assert texts == ([b"oneyes", b"no"] if later else [b"yes", b"no"])
 
 
 def test_an_agent_that_never_answers_meets_the_deadline_of_the_episode() -> None:

@@ -25,9 +25,9 @@ from typing import TypeVar
 import numpy as np
 from attrs import frozen
 
-from whet.data.messages import Conversation, Message, Tools
+from whet.data.messages import Conversation, Image, Message, Tools
 from whet.data.records import IntArray
-from whet.errors import ClusterGone, ContextFull, DataError, WorkerError, in_words
+from whet.errors import ClusterGone, ContextFull, DataError, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
 from whet.interfaces.environment import Address
@@ -135,6 +135,8 @@ class EpisodeResponder:
             self._scope.full = error if self.conversations() else None
             raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
         except Exception as error:  # the edge: any other error fails the episode, and the agent learns nothing of it
+            if type(error) is WhetError:  # the generator refuses the request, e.g. for a token that the model lacks
+                raise ApiError(400, str(error)) from error
             self._scope.fail(error)
             raise ApiError(503, "the model cannot answer; the episode ends here", code="model_failed") from error
 
@@ -145,12 +147,17 @@ class EpisodeResponder:
         for _ in range(request.count):
             chosen.append(self._sequence(place, request.tools))
             self._busy.add(chosen[-1])
+        before = [one.turns for one in chosen]
         try:
             turns = await gather_or_cancel(
                 heard(one.turn(messages, request.sampling, tokens), request, i, listen) for i, one in enumerate(chosen)
             )
-        except DataError as error:
-            raise ApiError(400, str(error), "messages") from error
+        except BaseException as error:
+            for one in (one for one, count in zip(chosen, before, strict=True) if one.turns > count):
+                one.forget()  # the agent does not get this choice, as another one of its request is not there
+            if isinstance(error, DataError):
+                raise ApiError(400, str(error), "messages") from error
+            raise
         finally:
             self._busy.difference_update(chosen)
         choices = [read_choice(request, self.chat, turn.prompt, turn.completion) for turn in turns]
@@ -215,6 +222,7 @@ def _chain(messages: Conversation, tools: Tools, reasoning: bool) -> list[bytes]
             thought = f"{said.reasoning.strip()}\n\n" if said.reasoning and reasoning else ""
             text = thought + said.text.strip()
         calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
-        shown = f"\n{message.role}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
+        images = [[i, part.url] for i, part in enumerate(message.content) if isinstance(part, Image)]
+        shown = f"\n{message.role}{json.dumps(images) * bool(images)}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
         chain.append(blake2b(chain[-1] + shown.encode(errors="surrogatepass")).digest())
     return chain

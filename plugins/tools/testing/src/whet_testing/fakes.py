@@ -213,6 +213,9 @@ class _ScriptedSequence:
         logprobs = np.zeros(len(made), np.float32)
         return Turn(prompt, Completion("scripted", made, logprobs, self.stop, ((0, 0),)), text)
 
+    def forget(self) -> None:
+        self.histories.pop()
+
 
 def _asking(answers: Answers) -> Callable[[Conversation], str]:
     if callable(answers):
