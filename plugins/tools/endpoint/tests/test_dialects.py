@@ -203,6 +203,45 @@ def test_the_memory_of_responses_counts_images_and_reasoning(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {"a": [float("nan")]}}, "metadata"),
+        ({"user": float("inf")}, "user"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"maximum": float("nan")}}]}, "tools"),
+    ],
+)
+def test_what_json_does_not_have_is_not_repeated(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError, match="no NaN") as caught:
+        responses(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_bodies_that_nest_too_deeply_are_refused() -> None:
+    def bodies(depth: int) -> list[tuple[str, str]]:
+        deep = '{"k": ' * depth + "1" + "}" * depth
+        tool = f'{{"type": "function", "name": "f", "parameters": {deep}}}'
+        used = f'{{"role": "assistant", "content": [{{"type": "tool_use", "id": "i", "name": "f", "input": {deep}}}]}}'
+        return [
+            ("/responses", f'{{"input": "a", "metadata": {deep}}}'),
+            ("/responses", f'{{"input": "a", "tools": [{tool}]}}'),
+            ("/messages", f'{{"messages": [{used}, {{"role": "user", "content": "b"}}]}}'),
+            ("/chat/completions", f'{{"messages": {deep}}}'),
+        ]
+
+    async def agent(client: Client) -> None:
+        headers = {"Authorization": f"Bearer {client.address.api_key}"}
+        for depth in (300, *range(850, 980)):  # near the end of Python's own limit, every frame counts
+            for path, body in bodies(depth):
+                async with client.session.post(client.address.base_url + path, data=body, headers=headers) as response:
+                    assert response.status == 400, (path, depth)
+        await client.post("/responses", {"input": "a"})
+
+    generator = FakeGenerator("yes")
+    play(agent, generator)
+    assert len(generator.requests) == 1
+
+
+@pytest.mark.parametrize(
     "message",
     [
         Message("tool", "", answers="x" * 20),

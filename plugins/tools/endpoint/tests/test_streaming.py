@@ -27,7 +27,14 @@ class ThinkChat(ByteChat):
         return super().render(tuple(kept), generation_prompt=generation_prompt)
 
 
-CHATS = {"plain": ByteChat(), "thinking": ThinkChat()}
+class OpenedChat(ThinkChat):
+    """A template whose prompt opens the reasoning, as that of DeepSeek R1."""
+
+    def render(self, conversation: Any, *, generation_prompt: bool = False) -> str:
+        return super().render(conversation, generation_prompt=generation_prompt) + "<think>\n" * generation_prompt
+
+
+CHATS = {"plain": ByteChat(), "thinking": ThinkChat(), "opened": OpenedChat()}
 
 
 def asked(**fields: Any) -> ApiRequest:
@@ -76,6 +83,15 @@ def test_pieces_add_up_to_the_whole_however_they_arrive(text: str, fields: Any, 
     assert all(text for _, text in pieces)
     kinds = [reasons for reasons, _ in pieces]
     assert kinds == sorted(kinds, reverse=True), "reasoning comes first"
+
+
+def test_a_tag_of_reasoning_that_the_prompt_has_opened_may_come_again_in_pieces() -> None:
+    tags = shape_of(CHATS["opened"]).format.reasoning
+    assert tags is not None
+    assert (tags.open, tags.opened) == ("<think>", True)
+    pieces, choice = streamed(asked(), "<think>hm</think>\n\n7", 1, CHATS["opened"])
+    assert pieces == [(True, "h"), (True, "m"), (False, "7")]
+    assert choice.reasoning == "hm"
 
 
 def test_text_comes_with_its_token() -> None:

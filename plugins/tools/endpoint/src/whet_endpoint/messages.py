@@ -13,6 +13,8 @@ from whet_endpoint.errors import ApiError, unwanted
 
 MOST_TOOLS = 128
 """Most tools in one request."""
+MOST_NESTED = 200
+"""Most lists and objects within each other in what a prompt or a response repeats; Python's JSON fails near 1000."""
 _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
@@ -94,9 +96,21 @@ def read_call(id_: Any, name: Any, arguments: Any, param: str) -> Call:
 def _is_object(text: str) -> bool:
     try:
         found = json.loads(text)
-        return isinstance(found, dict) and is_text(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict) and not nests(found) and is_text(json.dumps(found, ensure_ascii=False))
+
+
+def nests(value: Any) -> bool:
+    """Return whether lists and objects in a value nest too deeply to be written as JSON again."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [inner for one in level for inner in _within(one)]
+    return bool(level)
+
+
+def _within(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def read_tools(value: Any) -> tuple[Tools, str]:
@@ -118,6 +132,8 @@ def _tool(i: int, tool: Any) -> str:
     for key, kind in (("description", str), ("parameters", dict)):
         if not isinstance(function.get(key), kind | None):
             raise ApiError(400, f"{where}.function.{key} is {function[key]!r:.80}, wanted {kind.__name__}", "tools")
+    if nests(function):
+        raise ApiError(400, f"{where} nests deeper than {MOST_NESTED} lists and objects", "tools")
     kept = {key: held for key, held in function.items() if key in ("name", "description", "parameters") and held}
     text = json.dumps({"type": "function", "function": kept}, ensure_ascii=False)
     if not is_text(text):

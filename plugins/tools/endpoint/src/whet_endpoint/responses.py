@@ -12,7 +12,7 @@ from whet_endpoint.chat import openai_error, versions
 from whet_endpoint.choices import Choice, Pieces
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory, response_id
-from whet_endpoint.messages import refuse_last_assistant
+from whet_endpoint.messages import MOST_NESTED, nests, refuse_last_assistant
 from whet_endpoint.requests import FREELY, MODEL, ApiRequest, Fields, Rules
 from whet_endpoint.response_items import output_items, read_items
 from whet_endpoint.response_stream import ResponsesWriter
@@ -55,6 +55,7 @@ class ResponsesDialect:
             "text": {"format": form.get("format") if schema else {"type": "text"}},
             "max_output_tokens": request.sampling.max_tokens, "top_logprobs": likeliest,
         }  # fmt: skip
+        asked = {name: _repeatable(name, value) for name, value in asked.items()}
         return evolve(
             fields.held(request, tooling, schema), show_logprobs=show_logprobs, likeliest=likeliest, show_tokens=tokens,
             history=history, kept=stores, asked=asked, ignored=fields.ignored,
@@ -113,6 +114,17 @@ class ResponsesDialect:
             fields.unsupported("reasoning", f"reasoning.{wanted[0]:.40} is set, and the chat template decides on it")
         if fields.rules.fixed:
             fields.integer("max_tool_calls", 1, None)  # the agent calls them itself
+
+
+def _repeatable(name: str, value: Any) -> Any:
+    """Return a parameter that a response repeats. Raises `ApiError` for one that JSON does not have."""
+    if nests(value):
+        raise ApiError(400, f"{name} nests deeper than {MOST_NESTED} lists and objects", name)
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise unwanted(name, value, "JSON, which has no NaN and no Infinity") from None
+    return value
 
 
 def _begun(request: ApiRequest, name: str) -> dict[str, Any]:

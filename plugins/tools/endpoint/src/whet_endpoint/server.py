@@ -147,7 +147,10 @@ class Server:
             return web.json_response(models() if path == "/v1/models" else model())
         dialect = DIALECTS[path]
         body = await self._body(request) if body is None else body
-        parsed = dialect.read(body, session.responder.rules, session.memory)
+        try:
+            parsed = dialect.read(body, session.responder.rules, session.memory)
+        except RecursionError:
+            raise ApiError(400, "the body nests too deeply to be read") from None
         if gym:
             parsed = evolve(parsed, show_tokens=True)
         if parsed.ignored:

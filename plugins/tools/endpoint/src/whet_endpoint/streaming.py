@@ -114,6 +114,8 @@ def _parted(text: str, shape: Shape) -> tuple[str, str | None]:
     begun, inside = text.lstrip(), tags.opened
     if tags.open and begun.startswith(tags.open):
         text, inside = begun[len(tags.open) :], True
+    elif inside and tags.open.startswith(begun):
+        return "", None  # the prompt has opened it, and the model may write the tag again
     elif not inside and not begun.startswith(tags.close):
         # It may still become a tag. Otherwise it is text for good: what was sent as text cannot become reasoning.
         return ("", None) if tags.open.startswith(begun) or tags.close.startswith(begun) else ("", text)
