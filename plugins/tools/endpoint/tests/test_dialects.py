@@ -558,8 +558,10 @@ def test_a_response_that_fails_on_its_way_ends_its_stream_with_an_error(monkeypa
         assert (found[-1][0], found[-1][1]["response"]["status"]) == ("response.failed", "failed")
         _, found, _ = await client.post("/messages", {"max_tokens": 9, "messages": HELLO, "stream": True})
         assert found[-1][0] == "error"
+        await client.post("/responses", {"input": "b"})
 
-    play(agent, Other("yes"))
+    (one,) = play(agent, Other("yes")).trajectories
+    assert one.tokens.tolist() == [*b"user: b\nassistant: yes", *AltChat.stop_tokens], "what no client got is forgotten"
 
 
 def test_likeliest_tokens_are_shown_with_the_sampled_ones_whole_and_streamed() -> None:

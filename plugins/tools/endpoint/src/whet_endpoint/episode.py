@@ -17,7 +17,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from hashlib import blake2b
 from types import TracebackType
 from typing import TypeVar
@@ -26,7 +25,7 @@ import numpy as np
 from attrs import frozen
 
 from whet.data.messages import Conversation, Image, Message, Tools
-from whet.data.records import IntArray
+from whet.data.records import Completion, IntArray, Progress, Turn
 from whet.errors import ClusterGone, ContextFull, DataError, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
@@ -42,7 +41,7 @@ from whet_endpoint.session import Listen
 
 logger = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
+Made = TypeVar("Made", Turn, Completion)
 
 
 @asynccontextmanager
@@ -154,7 +153,7 @@ class EpisodeResponder:
             )
         except BaseException as error:
             for one in (one for one, count in zip(chosen, before, strict=True) if one.turns > count):
-                one.forget()  # the agent does not get this choice, as another one of its request is not there
+                one.forget()  # the agent does not get this choice: it began anew, or another one is not there
             if isinstance(error, DataError):
                 raise ApiError(400, str(error), "messages") from error
             raise
@@ -203,11 +202,25 @@ class EpisodeResponder:
 
 
 async def heard(turn: Awaitable[Made], request: ApiRequest, index: int, listen: Listen | None) -> Made:
-    """Await what a choice is made of, and pass on its tokens as they are reported."""
+    """Await what a choice is made of, and pass on its tokens as they are reported.
+
+    Raises `ApiError` where a stream got other tokens than the completion has, as after the loss of a replica.
+    """
     if listen is None:
         return await turn
-    with listening(Listener(partial(listen, index), request.likeliest)):
-        return await turn
+    told: list[int] = []
+
+    def tell(progress: Progress) -> None:
+        known = len(told) - progress.begin
+        told.extend(progress.tokens[known:].tolist() if known >= 0 else ())
+        listen(index, progress)
+
+    with listening(Listener(tell, request.likeliest)):
+        made = await turn
+    completion = made.completion if isinstance(made, Turn) else made
+    if request.stream and completion.tokens[: len(told)].tolist() != told:
+        raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")
+    return made
 
 
 def _chain(messages: Conversation, tools: Tools, reasoning: bool) -> list[bytes]:
@@ -223,6 +236,7 @@ def _chain(messages: Conversation, tools: Tools, reasoning: bool) -> list[bytes]
             text = thought + said.text.strip()
         calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
         images = [[i, part.url] for i, part in enumerate(message.content) if isinstance(part, Image)]
-        shown = f"\n{message.role}{json.dumps(images) * bool(images)}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
+        shown = f"\n{message.role}{json.dumps(images) if images else ''}\n{text}"
+        shown += f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
         chain.append(blake2b(chain[-1] + shown.encode(errors="surrogatepass")).digest())
     return chain

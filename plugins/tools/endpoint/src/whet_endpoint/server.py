@@ -110,7 +110,7 @@ class Server:
             async with _sending(request):
                 await response.prepare(request)
                 await response.write_eof()
-        except _Unread:
+        except _UnreadError:
             self._counts["not read"] += 1
             raise
         return response
@@ -119,7 +119,7 @@ class Server:
         _, path = _key_and_path(request)
         try:
             return await self._respond(request)
-        except _Unread:
+        except _UnreadError:
             raise
         except ApiError as error:
             self._counts[f"refused with {error.status}"] += 1
@@ -203,15 +203,15 @@ class Server:
             raise ApiError(400, f"the body cannot be read as JSON: {error}") from None
 
 
-class _Unread(ConnectionError):
+class _UnreadError(ConnectionError):
     """A client is gone, or does not read its response."""
 
 
 @asynccontextmanager
 async def _sending(request: Any) -> AsyncIterator[None]:
-    """Send a part of a response in the body. Raises `_Unread`, and breaks the connection, if the client does not read.
+    """Send a part of a response in the body. If the client does not read, break the connection; raise `_UnreadError`.
 
-    So does cancelling: a connection that is closed in order waits until the client has read what was written.
+    Cancelling breaks it too: a connection that is closed in order waits until the client has read what was written.
     """
     transport, sent = request.transport, False
     try:
@@ -221,7 +221,7 @@ async def _sending(request: Any) -> AsyncIterator[None]:
             yield
         sent = True
     except (TimeoutError, ConnectionError) as error:
-        raise _Unread from error
+        raise _UnreadError from error
     finally:
         if transport is not None and not sent:
             transport.abort()

@@ -56,9 +56,6 @@ async def events(session: Session, request: ApiRequest, name: str, writer: Write
                 begun = True
                 yield data
         choices = await task
-        for choice, each in zip(choices, running, strict=True):
-            if not each.text.matches(choice.completion.tokens):
-                raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")
         head, begun = b"" if begun else writer.begin(), True
         yield head
         for data in _rest(writer, running, choices):

@@ -73,10 +73,6 @@ class RunningText:
         """Yield the rest of a choice."""
         yield from self._new(choice.reasoning, choice.text)
 
-    def matches(self, tokens: IntArray) -> bool:
-        """Return whether a completion begins with the tokens so far."""
-        return np.array_equal(tokens[: self.count], self._tokens)
-
     def _new(self, reasoning: str, text: str) -> Iterator[Piece]:
         for i, part in enumerate((reasoning, text)):
             # Nothing that was sent can be taken back. Tokenizers whose text of a token depends on tokens far before it

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from whet.data.records import Completion, Request, Sampling
+from whet.data.records import Completion, IntArray, Request, Sampling
+from whet.interfaces.generator import listener, listening
 from whet.rollout.episode import Player, with_stop_tokens
 from whet_testing.fakes import ByteChat, FakeGenerator
 
@@ -29,8 +30,15 @@ class AltTokens(FakeGenerator):
 
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request, in the tokens above."""
-        made = await super().generate(request)
-        return evolve(made, tokens=np.where(made.tokens < 256, made.tokens + 300, made.tokens))
+        to = listener.get()
+        tell = to and evolve(to, call=lambda progress: to.call(evolve(progress, tokens=_alt(progress.tokens))))
+        with listening(tell):
+            made = await super().generate(request)
+        return evolve(made, tokens=_alt(made.tokens))
+
+
+def _alt(tokens: IntArray) -> IntArray:
+    return np.where(tokens < 256, tokens + 300, tokens)
 
 
 class AltChat(ByteChat):
