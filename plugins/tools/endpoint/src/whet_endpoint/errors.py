@@ -24,5 +24,5 @@ def unwanted(name: str, value: Any, wanted: str) -> ApiError:
 def failed_inside(error: Exception) -> ApiError:
     """Log an error that is none of the request's, and return what the client is told in its place."""
     words = printable(f"{type(error).__name__}: {error}"[:500])
-    logger.error("a request at the endpoint failed inside, and its client got status 500: %s", words)
+    logger.error("a request at the endpoint failed inside: %s", words)
     return ApiError(500, "the request is valid, and no response could be made")
