@@ -113,7 +113,7 @@ def test_an_endless_split_wants_a_limit() -> None:
 def test_a_task_that_cannot_be_read_is_named() -> None:
     given = environment()
     given.tasks = lambda split: Holed()  # type: ignore[assignment, return-value, misc]
-    with pytest.raises(PluginError, match=r"task 1 of environment 'ab' cannot be read: ValueError: no task here"):
+    with pytest.raises(PluginError, match=r"task 1 of environment 'ab' failed: ValueError: no task here"):
         judged(Route("ab", given, "test"))
 
 

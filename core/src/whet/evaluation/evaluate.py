@@ -71,8 +71,7 @@ def evaluate(
 
 
 def _count(route: Route) -> int:
-    tasks = len(route.tasks())
-    count = min(tasks, route.limit) if route.limit else tasks
+    count = min(tasks := len(route.tasks()), route.limit or tasks)
     if count > 1_000_000:  # all tasks of an evaluation are in memory, and an endless split says that it has more
         raise ConfigError(f"evaluation of {route.name!r}: its split {route.split!r} has {tasks:,} tasks; set `limit`")
     return count

@@ -68,8 +68,7 @@ class Route:
         try:
             task: Any = tasks[position]
         except Exception as error:
-            words = f"task {position} of environment {self.name!r} cannot be read: {in_words(error)}"
-            raise PluginError(words) from error
+            raise PluginError(f"task {position} of environment {self.name!r} failed: {in_words(error)}") from error
         if not isinstance(task, Task) or not isinstance(task.data, Mapping) or not isinstance(task.id, str):
             wanted = "Task(prompt), or Task(prompt, data, id) with a mapping and a text"
             raise PluginError(f"task {position} of environment {self.name!r} is {task!r:.200}, wanted {wanted}")
