@@ -62,7 +62,7 @@ class Session:
             self._running.discard(task)
 
     def handle(self, task: "asyncio.Task[Any]") -> None:
-        """Have a task that answers a request end with the session."""
+        """Keep a task that answers a request, to end it with the session."""
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
 
