@@ -57,15 +57,16 @@ def load_states(components: Mapping[str, object], saved: Mapping[str, Any]) -> N
     """Load the saved state of each component that has one. A checkpoint of before may lack it."""
     for name, component in components.items():
         if has_state(component, name) and name in saved:
-            load: Callable[..., object] = component.load
-            check_ran(_called(f"load() of {name}", load, saved[name]), f"load() of {name}")
+            check_ran(_called(f"load() of {name}", component.load, saved[name]), f"load() of {name}")
 
 
 def _called(what: str, method: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return method(*arguments)
+    except WhetError:
+        raise
     except Exception as error:
-        raise error if isinstance(error, WhetError) else PluginError(f"{what} failed: {in_words(error)}") from error
+        raise PluginError(f"{what} failed: {in_words(error)}") from error
 
 
 class Components:

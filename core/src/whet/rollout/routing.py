@@ -64,7 +64,7 @@ class Route:
         return tasks  # type: ignore[no-any-return] # the check was of one task
 
     def task(self, tasks: Sequence[Task], position: int) -> Task:
-        """Return one of the tasks. Raises `PluginError` if it is no task."""
+        """Return one of the tasks. Raises `PluginError` if it cannot be read or is no task."""
         try:
             task: Any = tasks[position]
         except Exception as error:

@@ -208,7 +208,7 @@ class RolloutStream:
             self._taking = False
         self._takes += 1
         consumed = self._consume(chosen)
-        if self._fatal is not None:  # a curriculum failed
+        if self._fatal is not None:  # a curriculum failed to learn from what was consumed
             raise self._fatal
         counted = self._count(consumed)
         self._admit()
