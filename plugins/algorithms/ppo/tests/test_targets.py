@@ -70,13 +70,38 @@ def test_to_bootstrap_the_value_after_a_cut_response_is_kept(batch):
     assert after is None
 
 
-@pytest.mark.parametrize(("stopped", "expected"), [([True, False], [9, 9]), ([False, True], [0, 0])])
-def test_parts_of_a_conversation_have_the_value_after_its_last_part(batch, stopped, expected):
+@pytest.mark.parametrize(("stopped", "expected"), [([True, False], [9]), ([False, True], [0])])
+def test_a_conversation_of_parts_has_the_value_after_its_last_part(batch, stopped, expected):
     critic = FakeBackend(lambda output, batch: np.arange(batch.tokens, dtype=np.float32))
     parts = batch.with_columns(stopped=np.array(stopped), conversation=np.zeros(2, np.int64))
     values, after = values_of(parts, critic, bootstrap=True)
     assert values.tolist() == [0, 1, 2, 0, 4, 0, 7, 8]
     assert after.tolist() == expected
+
+
+@pytest.mark.parametrize("keys", [{"lambda_policy": 1.0}, {"lambda_policy": 0.5}, {"adaptive_alpha": 0.3}])
+def test_parts_of_a_conversation_are_one_chain(keys):
+    """As if all tokens were of one sequence: its only difference is where it is cut."""
+    row = {"tokens": np.arange(8), "loss_mask": MASK}
+    columns = {
+        "sampler_logprobs": np.where(MASK, -1.0, 0).astype(np.float32),
+        "reference_logprobs": np.where(MASK, [0, -1.5, -0.5, 0, -1, 0, -1, -3], 0).astype(np.float32),
+        "span_rewards": np.array([0, 0, 0.5, 0, 0, 0, 0, 0.25], np.float32),
+    }
+    whole = from_sequences([row], prompt_lengths=[1]).with_columns(**columns, reward=np.ones(1, np.float32))
+    rows = [{name: column[cut] for name, column in row.items()} for cut in (slice(5), slice(5, None))]
+    cut = from_sequences(rows, prompt_lengths=[1, 1], episode=[0, 0])
+    parts = cut.with_columns(
+        **columns, reward=np.ones(2, np.float32), conversation=np.zeros(2, np.int64), share=np.full(2, 0.5, np.float32)
+    )
+    made = []
+    for batch in (whole, parts):
+        placed, _ = place_rewards(batch, KlRewardSection(weight=0.1))
+        values = np.array([0, 0.5, 0.25, 0, 0.75, 0, -0.5, 1], np.float32)
+        made.append(estimate(placed, values, np.array([0.25]), GaeSection(**keys))[0])
+    for name in ("token_rewards", "returns", "advantages"):
+        assert made[1][name].tolist() == made[0][name].tolist()
+    assert made[1]["returns"][1] == pytest.approx(1 + 0.25 - 0.1 * (0.5 - 0.5 + 0 + 0 + 2))
 
 
 def estimated(batch, section, after=None, values=(0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5)):

@@ -28,31 +28,29 @@ def place_rewards(
     """Add the reward of each token in the column `token_rewards` [N].
 
     The rewards of turns and spans are where they are; those of turns that are not trained are at the last trained token
-    before them. All other rewards of a sequence are at its last trained token.
+    before them. All other rewards of a conversation are at its last trained token.
     The penalty for leaving the reference is at every trained token. `reward` [B] does not include this penalty. For
     `carried` see `policy_steps.penalise_kl`.
     """
     reward = np.asarray(batch["reward"])
     batch, metrics = penalise_kl(batch, section, carried)
-    placed = placed_rewards(batch, reward, batch["loss_mask"])
+    whole = joined(batch.with_columns(reward=reward))
+    placed = placed_rewards(whole, whole["reward"], whole["loss_mask"])
     if section.weight:
         placed = placed + batch["token_rewards"]
     return batch.with_columns(reward=reward, token_rewards=placed.astype(np.float32)), metrics
 
 
 def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return the critic's values [N], and the values after responses that were cut [B], 0 after the others.
-
-    All parts of a conversation have the value after its last part: they have its reward, too.
-    """
+    """Return the critic's values [N], and the values after conversations that were cut [C], 0 after the others."""
     if not bootstrap:
         return critic.score(batch, ("values",))["values"], None
-    first, conversation = conversations(batch)
+    first, _ = conversations(batch)
     last_parts, wanted = np.append(first[1:], batch.sequences) - 1, np.zeros(batch.sequences, np.bool_)
     wanted[last_parts] = ~np.asarray(joined(batch)["stopped"])
     longer, last = one_place_more(batch, wanted)
     values = np.asarray(critic.score(longer, ("values",))["values"])
-    return np.delete(values, last), values[last][last_parts][conversation]
+    return np.delete(values, last), values[last][last_parts]
 
 
 def one_place_more(batch: Batch, wanted: NDArray[Any]) -> tuple[Batch, NDArray[Any]]:
@@ -76,9 +74,10 @@ def estimate(
 ) -> tuple[Batch, Metrics]:
     """Add `old_values`, `returns` and `advantages` [N], the targets of critic and policy.
 
-    Metrics are over trained tokens, those of advantages before whitening.
+    The parts of a conversation are one chain, which ends with the value `after` [C]. Metrics are over trained tokens,
+    those of advantages before whitening.
     """
-    mask, lengths = np.asarray(batch["loss_mask"]), np.asarray(batch["lengths"])
+    mask, lengths = np.asarray(batch["loss_mask"]), np.asarray(joined(batch)["lengths"])
     sizes = segment_sum(mask.astype(np.int64), lengths)
     of_policy = adaptive_lambda(sizes, section.adaptive_alpha) if section.adaptive_alpha else section.lambda_policy
 
