@@ -4,13 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 
+from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
-from whet.data.metrics import histogram_rows
+from whet.data.metrics import histogram_rows, merge, plain
 from whet_grpo.config import ClippedPgConfig, GspoConfig
 from whet_grpo.losses import ClippedPg, Gspo
-from whet_ops.algorithms.config import KlLossSection
+from whet_ops.algorithms.config import CorrectionSection, KlLossSection
+from whet_ops.algorithms.corrected_loss import Corrected
 
 
 @pytest.fixture
@@ -68,6 +70,25 @@ def test_where_no_sequence_can_learn_the_gap_is_shown_all_the_same(batch: Batch)
     assert metrics["ratio/mean"].number() == pytest.approx(sum(RATIOS) / 6)
     assert metrics["clip_fraction"].number() == 0
     assert metrics["logprob_gap/max"].number() == pytest.approx(math.log(9))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_metrics_of_a_corrected_loss_do_not_depend_on_micro_batches(batch: Batch, level: str) -> None:
+    """The second response is outside of the bounds. It can have no gradient, which only the pass itself finds out."""
+    spec = Spec("whet_grpo.losses:ClippedPg", "whet_grpo.config:ClippedPgConfig", {})
+    loss = Corrected({"loss": asdict(spec), "correction": asdict(CorrectionSection(mask=level))})
+    gap = np.array([0, 0.5, 0, 3, 0, 2, 0, 0, 0, 0], np.float32)
+    given = batch.where(batch["advantages"] != 0).with_columns(sampler_logprobs=(-1 - gap)[:6].astype(np.float32))
+    found = []
+    for parts in ([0, 1],), ([0], [1]):
+        micro = [given.take(part).map(torch.from_numpy) for part in parts]
+        results = [loss({"logprobs": torch.where(part["loss_mask"], -1.0, 0.0)}, part) for part in micro]
+        merged = merge([result.metrics for result in results])
+        found.append({name: merged[name].number() for name in plain(merged)})
+    assert found[1] == found[0]
+    assert found[0]["logprob_gap/max"] == 3
+    assert found[0]["logprob_gap/mean"] == pytest.approx((0.5 + 3 + 2) / 3)
+    assert found[0]["correction/masked"] == pytest.approx(2 / 3)
 
 
 def test_the_mean_over_sequences_weighs_responses_alike(batch: Batch) -> None:

@@ -38,6 +38,8 @@ WEIGHED: Mapping[str, Importance] = {
 """The formula for each `importance` of `KlLossSection`."""
 OLD_KL_WEIGHT = "old_kl_weight"
 """The column [N] of the weights of a penalty for the distance to the old policy, if a batch has it."""
+UNCORRECTED = "uncorrected_advantages"
+"""The column of the advantages before a correction within the training pass, which decide what can have a gradient."""
 
 
 class PolicyLoss:
@@ -92,7 +94,7 @@ class PolicyLoss:
         config = self.config
         if config.kl.weight or config.kl_old.weight or config.entropy_weight or config.metrics == "all":
             return trained(batch["loss_mask"], batch)
-        moving = moved(batch, "advantages")
+        moving = moved(batch, UNCORRECTED if UNCORRECTED in batch else "advantages")
         if OLD_KL_WEIGHT in batch:
             moving = moving | moved(batch, OLD_KL_WEIGHT)
         return moving | trained(self._right(batch), batch) if self.config.likelihood.weight else moving

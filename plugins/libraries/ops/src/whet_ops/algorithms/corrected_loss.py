@@ -17,6 +17,7 @@ from whet.data.batch import Batch
 from whet.interfaces.loss import Loss, LossResult
 from whet_ops.algorithms.config import CorrectionSection
 from whet_ops.algorithms.policy_steps import correct_gap
+from whet_ops.policy_loss import UNCORRECTED
 
 
 class Corrected:
@@ -24,7 +25,7 @@ class Corrected:
 
     The corrections are those of `policy_steps.correct_gap` that leave every token in the mean, so that counts are known
     before the pass, and that read each sequence by itself. They carry no gradient. The metrics are over the sequences
-    that can move the loss.
+    that can move the loss before any correction, so they do not depend on micro-batches.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -50,7 +51,8 @@ class Corrected:
         plain = batch.map(_plain).with_columns(old_logprobs=_plain(logprobs.float()))
         corrected, metrics = correct_gap(plain, self._section)
         advantages = torch.from_numpy(corrected["advantages"]).to(logprobs.device)
-        result = self._loss(outputs, batch.with_columns(advantages=advantages))
+        columns = {"advantages": advantages, UNCORRECTED: batch["advantages"]}
+        result = self._loss(outputs, batch.with_columns(**columns))
         return LossResult(result.terms, {**result.metrics, **metrics})
 
 
