@@ -84,6 +84,14 @@ def test_a_critic_without_values_is_refused_once(problems):
             {"covariance": {"method": "kl-cov"}, "minibatches": 1},
             "algorithm.covariance.method: is kl-cov, which has no",
         ),
+        (
+            {"loss": {"use": "clipped-pg", "off_policy": {"since": "old", "threshold": 0.5}}, "minibatches": 1},
+            "algorithm.loss.off_policy.since: has no effect with one optimizer step",
+        ),
+        (
+            {"loss": {"use": "gspo", "level": "token"}, "top_entropy": {"share": 0.2, "count_rest": False}},
+            "algorithm.top_entropy.count_rest: is false, which takes tokens out of the loss mask",
+        ),
         ({"covariance": {"weight": 0.5}}, "algorithm.covariance.weight: has no effect with method: none"),
     ],
 )

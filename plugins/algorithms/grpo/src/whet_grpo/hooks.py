@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING
 from whet import hookimpl
 from whet.component import Component, Problem, Selection
 from whet_grpo import config as sections
-from whet_grpo.config import GroupLossConfig, GrpoConfig, OffPolicySection
-from whet_ops.algorithms.config import (
-    average_problems,
-    covariance_problems,
-    kl_loss_problems,
-    kl_reward_problems,
-    shaping_problems,
-    top_entropy_problems,
-)
+from whet_grpo.config import GroupLossConfig, GrpoConfig
+from whet_ops.algorithms.config import average_problems, kl_loss_problems, policy_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -76,40 +69,11 @@ def whet_filters() -> Iterable[Component]:
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find numbers that do not go together."""
     if isinstance(config.algorithm.config, GrpoConfig):
-        yield from _of_grpo(config.algorithm.config, config)
+        yield from policy_problems(config.algorithm.config, config)
+        yield from _of_advantages(config.algorithm.config)
     loss = getattr(config.algorithm.config, "loss", None)
     if isinstance(loss, Selection) and isinstance(loss.config, GroupLossConfig):
         yield from _of_loss(loss.config, config)
-
-
-def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
-    if grpo.minibatches > grpo.prompts_per_step * grpo.group_size:
-        responses = f"the {grpo.prompts_per_step} x {grpo.group_size} responses of a step"
-        yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {responses}")
-    yield from shaping_problems(grpo.overlong, grpo.correction, config)
-    yield from kl_reward_problems(grpo.kl_reward, grpo.prompts_per_step, grpo.group_size)
-    yield from _of_advantages(grpo)
-    if grpo.correction.wanted and grpo.old_logprobs == "sampler":
-        yield Problem(
-            "algorithm.correction",
-            "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
-            "gives none; choose `auto` or `trainer`",
-        )
-    yield from covariance_problems(grpo.covariance, grpo.loss.config, _moves(grpo, config))
-    masking = grpo.loss.config.off_policy if isinstance(grpo.loss.config, GroupLossConfig) else OffPolicySection()
-    if masking.threshold is not None and masking.since == "old" and not _moves(grpo, config):
-        yield Problem(
-            "algorithm.loss.off_policy.since",
-            "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
-            "`sampler`, or several minibatches or epochs",
-        )
-
-
-def _moves(grpo: GrpoConfig, config: "Config") -> bool:
-    """Return whether the policy may differ from the old one when the loss is computed."""
-    from whet_grpo.grpo import choose_old_logprobs, several
-
-    return several(grpo) or choose_old_logprobs(grpo, config.rollout.max_staleness) == "sampler"
 
 
 def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
@@ -134,7 +98,5 @@ def _of_loss(loss: GroupLossConfig, config: "Config") -> Iterable[Problem]:
     if dual and dual <= 1 + high:
         yield Problem("algorithm.loss.clip_dual", f"is {dual:g}, wanted more than 1 + clip_high, or 0 for none")
     yield from kl_loss_problems(loss.kl)
-    if isinstance(config.algorithm.config, GrpoConfig):
-        yield from top_entropy_problems(config.algorithm.config.top_entropy, loss)
     if loss.off_policy.since == "old" and loss.off_policy.threshold is None:
         yield Problem("algorithm.loss.off_policy.since", "has no effect without a threshold; set off_policy.threshold")

@@ -7,14 +7,7 @@ from whet import hookimpl
 from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_ops.algorithms.config import (
-    average_problems,
-    covariance_problems,
-    kl_loss_problems,
-    kl_reward_problems,
-    shaping_problems,
-    top_entropy_problems,
-)
+from whet_ops.algorithms.config import average_problems, kl_loss_problems, policy_problems
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
 
 if TYPE_CHECKING:
@@ -40,6 +33,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     ppo, loss = config.algorithm.config, getattr(config.algorithm.config, "loss", None)
     if isinstance(ppo, PpoConfig):
         yield from _of_critic(ppo, config)
+        yield from policy_problems(ppo, config)
         yield from _of_numbers(ppo, config)
         value_loss = ppo.value_loss.config
         if isinstance(value_loss, ValueClipConfig):
@@ -61,31 +55,15 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
 def _of_loss(loss: PpoClipConfig, config: "Config") -> Iterable[Problem]:
     yield from average_problems("algorithm.loss", loss, config.rollout)
     yield from kl_loss_problems(loss.kl)
-    if isinstance(config.algorithm.config, PpoConfig):
-        yield from top_entropy_problems(config.algorithm.config.top_entropy, loss)
     if loss.clip_dual and loss.clip_dual <= 1 + loss.clip_high:
         words = f"is {loss.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
         yield Problem("algorithm.loss.clip_dual", words)
 
 
 def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
-    if ppo.minibatches > ppo.prompts_per_step * ppo.group_size:
-        responses = f"the {ppo.prompts_per_step} x {ppo.group_size} responses of a step"
-        yield Problem("algorithm.minibatches", f"is {ppo.minibatches}, more than {responses}")
     if config.run.steps is not None and ppo.critic_warmup >= config.run.steps:
         words = f"is {ppo.critic_warmup} of {config.run.steps} steps, so the policy would never learn"
         yield Problem("algorithm.critic_warmup", f"{words}; lower it, or raise run.steps")
     if ppo.overlong.mask and ppo.gae.truncated == "bootstrap":
         words = "has no effect: algorithm.overlong.mask leaves out the responses that were cut"
         yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
-    yield from shaping_problems(ppo.overlong, ppo.correction, config)
-    yield from kl_reward_problems(ppo.kl_reward, ppo.prompts_per_step, ppo.group_size)
-    sampled = ppo.old_logprobs == "auto" and config.rollout.max_staleness > 0 and not ppo.correction.wanted
-    moves = ppo.minibatches * ppo.epochs > 1 or ppo.old_logprobs == "sampler" or sampled
-    yield from covariance_problems(ppo.covariance, ppo.loss.config, moves)
-    if ppo.correction.wanted and ppo.old_logprobs == "sampler":
-        yield Problem(
-            "algorithm.correction",
-            "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
-            "gives none; choose `auto` or `trainer`",
-        )

@@ -4,7 +4,7 @@ Needs no torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, le
@@ -382,6 +382,44 @@ def policy_loss_facts(config: PolicyLossConfig, *, token_advantages: bool = True
         columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
         token_advantages=token_advantages,
     )
+
+
+def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
+    """Yield conflicts between the settings of an algorithm that extends `PolicyConfig`, with paths below `algorithm`.
+
+    It also has `group_size`, `minibatches` and `loss`. The loss may be offered by any plugin.
+    """
+    from whet_ops.algorithms.policy_steps import choose_old_logprobs  # which imports this module
+
+    if policy.minibatches > policy.prompts_per_step * policy.group_size:
+        responses = f"the {policy.prompts_per_step} x {policy.group_size} responses of a step"
+        yield Problem("algorithm.minibatches", f"is {policy.minibatches}, more than {responses}")
+    yield from shaping_problems(policy.overlong, policy.correction, config)
+    yield from kl_reward_problems(policy.kl_reward, policy.prompts_per_step, policy.group_size)
+    if policy.correction.wanted and policy.old_logprobs == "sampler":
+        yield Problem(
+            "algorithm.correction",
+            "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
+            "gives none; choose `auto` or `trainer`",
+        )
+    wanted, staleness, loss = policy.old_logprobs, config.rollout.max_staleness, policy.loss.config
+    old = choose_old_logprobs(wanted, True, policy.correction.wanted, staleness)
+    moves = policy.minibatches * policy.epochs > 1 or old == "sampler"
+    yield from covariance_problems(policy.covariance, loss, moves)
+    yield from top_entropy_problems(policy.top_entropy, loss)
+    if not moves:
+        yield from _unmoved_problems(loss)
+
+
+def _unmoved_problems(loss: Any) -> Iterator[Problem]:
+    """Yield settings of the loss that compare with the old policy, which is the policy itself."""
+    off_policy = getattr(loss, "off_policy", None)
+    if off_policy is not None and off_policy.threshold is not None and off_policy.since == "old":
+        yield Problem(
+            "algorithm.loss.off_policy.since",
+            "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
+            "`sampler`, or several minibatches or epochs",
+        )
 
 
 def shaping_problems(overlong: OverlongSection, correction: CorrectionSection, config: "Config") -> Iterator[Problem]:
