@@ -47,6 +47,8 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"advantages": "reinforce-plus-plus", "loss": {"use": "gspo", "level": "token"}},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "minibatches": 2},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "old_logprobs": "sampler"},
+        {"loss": {**LOSS, "kl_old": {"weight": 0.1, "to": "old"}}, "epochs": 2},
+        {"loss": {**LOSS, "kl_old": {"weight": 0.1, "to": "sampler"}}},
         {"advantages": {"use": "reinforce-plus-plus", "per_token": False}, "loss": "gspo"},
         {"correction": {"weights": "sequence", "max_token_gap": 3.0}, "loss": "gspo"},
         {"correction": {"mask": "token", "count_masked": False}, "loss": "gspo"},
@@ -111,6 +113,10 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         (
             {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}},
             "algorithm.loss.off_policy.since", "no effect with one optimizer step",
+        ),
+        (
+            {"loss": {**LOSS, "kl_old": {"weight": 0.1, "to": "old"}}},
+            "algorithm.loss.kl_old.to", "no effect with one optimizer step",
         ),
         (
             {"advantages": {"use": "reinforce-plus-plus", "baseline_of": "reward"}},

@@ -89,6 +89,10 @@ def test_a_critic_without_values_is_refused_once(problems):
             "algorithm.loss.off_policy.since: has no effect with one optimizer step",
         ),
         (
+            {"loss": {"use": "ppo-clip", "kl_old": {"weight": 0.1, "to": "old"}}, "minibatches": 1},
+            "algorithm.loss.kl_old.to: has no effect with one optimizer step",
+        ),
+        (
             {"loss": {"use": "gspo", "level": "token"}, "top_entropy": {"share": 0.2, "count_rest": False}},
             "algorithm.top_entropy.count_rest: is false, which takes tokens out of the loss mask",
         ),

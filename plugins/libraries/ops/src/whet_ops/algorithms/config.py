@@ -413,10 +413,14 @@ def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
 
 def _unmoved_problems(loss: Any) -> Iterator[Problem]:
     """Yield settings of the loss that compare with the old policy, which is the policy itself."""
-    off_policy = getattr(loss, "off_policy", None)
-    if off_policy is not None and off_policy.threshold is not None and off_policy.since == "old":
+    off_policy, kl_old = getattr(loss, "off_policy", None), getattr(loss, "kl_old", None)
+    compared = {
+        "off_policy.since": off_policy is not None and off_policy.threshold is not None and off_policy.since == "old",
+        "kl_old.to": kl_old is not None and kl_old.weight and kl_old.to == "old",
+    }
+    for name in (name for name, is_set in compared.items() if is_set):
         yield Problem(
-            "algorithm.loss.off_policy.since",
+            f"algorithm.loss.{name}",
             "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
             "`sampler`, or several minibatches or epochs",
         )
