@@ -148,7 +148,7 @@ def test_minibatches_depend_on_the_seed_alone():
 
 
 def test_too_many_minibatches_are_refused():
-    with pytest.raises(ValueError, match="cannot split 2 units into 3"):
+    with pytest.raises(DataError, match="cannot split 2 units into 3"):
         make([1, 1, 1], unit=[0, 0, 1]).split(3)
 
 

@@ -125,7 +125,7 @@ class Batch:
         """Split into minibatches of whole units, of nearly equal numbers of units. With a seed, shuffle them first."""
         units = self.units()
         if parts > len(units):
-            raise ValueError(f"cannot split {len(units)} units into {parts} minibatches")
+            raise DataError(f"cannot split {len(units)} units into {parts} minibatches; lower algorithm.minibatches")
         if parts == 1:
             return [self]
         order = np.arange(len(units))

@@ -6,7 +6,7 @@ import pytest
 
 from whet.component import Selection
 from whet.config.sections import RolloutSection
-from whet_distill.config import DistillDataConfig
+from whet_distill.config import DistillConfig, DistillDataConfig
 from whet_distill.hooks import whet_check_config, whet_losses
 
 
@@ -25,4 +25,16 @@ def test_an_average_needs_what_it_divides_by(name, options, problems):
     (component,) = (one for one in whet_losses() if one.name == name)
     algorithm = DistillDataConfig(loss=Selection("losses", component, component.config(**options), "whet-distill"))
     whole = SimpleNamespace(algorithm=SimpleNamespace(config=algorithm), rollout=RolloutSection())
+    assert [problem.path for problem in whet_check_config(whole)] == problems
+
+
+@pytest.mark.parametrize(("own_size", "problems"), [(0, []), (1, ["algorithm.minibatches"])])
+def test_the_smallest_groups_of_a_step_must_fill_the_minibatches(own_size, problems):
+    (component,) = (one for one in whet_losses() if one.name == "topk-kl")
+    loss = Selection("losses", component, component.config(), "whet-distill")
+    algorithm = DistillConfig(prompts_per_step=2, group_size=4, minibatches=8, loss=loss)
+    whole = SimpleNamespace(
+        algorithm=SimpleNamespace(config=algorithm), rollout=RolloutSection(), model=SimpleNamespace(path=""),
+        environments=[SimpleNamespace(name="sums", group_size=own_size)],
+    )  # fmt: skip
     assert [problem.path for problem in whet_check_config(whole)] == problems

@@ -18,8 +18,9 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
     """Return a function that checks a run of GRPO with these keys, and returns its problems."""
 
     def check(
-        backend: dict[str, Any] | None = None, sampling: dict[str, Any] | None = None, **algorithm: Any
-    ) -> list[str]:
+        backend: dict[str, Any] | None = None, sampling: dict[str, Any] | None = None, own_size: int = 0,
+        **algorithm: Any,
+    ) -> list[str]:  # fmt: skip
         document = {
             "run": {"folder": str(tmp_path / "run"), "steps": 1},
             "model": {"path": str(tiny_model_folder)},
@@ -27,7 +28,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
             "backend": {"use": "fsdp2", **(backend or {})},
             "generator": {"use": "hf"},
             "rollout": {"max_tokens": 16},
-            "environments": [{"use": "arithmetic", "sampling": sampling or {}}],
+            "environments": [{"use": "arithmetic", "sampling": sampling or {}, "group_size": own_size}],
         }
         (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
         try:
@@ -69,6 +70,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"loss": {**LOSS, "aggregation": "sequence", "count_empty": True, "count_masked": False}},
         {"loss": {**LOSS, "likelihood": {"weight": 0.1, "at_least": -math.inf}}},
         {"advantages": {"use": "gdpo", "over": "tokens", "centre": True, "epsilon_at": "variance"}},
+        {"minibatches": 9, "own_size": 8},
         {"covariance": {"method": "clip-cov", "share": 0.01, "low": 0.5, "high": 2.0}},
         {"covariance": {"method": "kl-cov", "weight": 0.5}, "minibatches": 2},
         {"covariance": {"method": "kl-cov"}, "old_logprobs": "sampler", "loss": "gspo"},
@@ -153,6 +155,15 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"covariance": {"method": "clip-cov"}, "loss": "gspo"}, "algorithm.loss", "wants one advantage for each"),
         ({"loss": "vespo", "top_entropy": {"share": 0.2}}, "algorithm.loss", "wants one advantage for each"),
         ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
+        (
+            {"minibatches": 5, "own_size": 2},
+            "algorithm.minibatches", "the 2 x 2 responses of a step; an environment has a group_size of its own",
+        ),
+        (
+            {"kl_reward": {"weight": 0.1, "adaptive": {"target": 6.0, "horizon": 3.2}}, "own_size": 8,
+             "backend": {"reference": True}},
+            "algorithm.kl_reward.adaptive.horizon", "is 3.2, and a step has 2 x 8 episodes",
+        ),
         ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
         ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),
         ({"overlong": {"penalty": 1.0}}, "algorithm.overlong.penalty", "longer than the 16 tokens of rollout.max_tok"),

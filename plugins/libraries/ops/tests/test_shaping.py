@@ -56,5 +56,9 @@ def test_the_weight_follows_the_divergence(divergence: float, expected: float) -
     assert adapted_weight(0.2, divergence, 6.0, 10_000, 640) == pytest.approx(expected, rel=1e-12)
 
 
+def test_the_weight_never_falls_below_0() -> None:
+    assert adapted_weight(0.1, 0.0, 6.0, 20, 128) == 0.0
+
+
 def test_no_sequences_have_nothing_to_come() -> None:
     assert reward_to_go(np.zeros(0), np.zeros(0), np.zeros(0, np.int64)).shape == (0,)

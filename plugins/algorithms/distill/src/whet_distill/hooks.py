@@ -15,7 +15,7 @@ from whet_distill.config import (
     TeacherPgConfig,
     TopkKlConfig,
 )  # fmt: skip
-from whet_ops.algorithms.config import average_problems
+from whet_ops.algorithms.config import average_problems, minibatch_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -58,8 +58,4 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
         yield Problem(
             "algorithm.old_logprobs", f"has no effect on the loss {section.loss.name}, which reads no advantages"
         )
-    responses = section.prompts_per_step * section.group_size
-    if section.minibatches > responses:
-        yield Problem(
-            "algorithm.minibatches", f"is {section.minibatches}, more than the {responses} responses of a step"
-        )
+    yield from minibatch_problems(section, config)

@@ -51,9 +51,10 @@ def reward_to_go(rewards: NDArray[Any], token_rewards: NDArray[Any], lengths: ND
 def adapted_weight(weight: float, divergence: float, target: float, horizon: float, episodes: int) -> float:
     """Return the weight of a penalty after a step with this many episodes and this mean divergence.
 
-        weight * (1 + clip(divergence / target - 1, -0.2, 0.2) * episodes / horizon)
+        weight * max(0, 1 + clip(divergence / target - 1, -0.2, 0.2) * episodes / horizon)
 
     Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), as in their code, TRL and verl: `horizon` in episodes.
+    The bound of 0 is ours.
     """
     error = min(max(divergence / target - 1.0, -0.2), 0.2)
-    return weight * (1.0 + error * episodes / horizon)
+    return weight * max(0.0, 1.0 + error * episodes / horizon)

@@ -391,11 +391,9 @@ def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
     """
     from whet_ops.algorithms.policy_steps import choose_old_logprobs  # which imports this module
 
-    if policy.minibatches > policy.prompts_per_step * policy.group_size:
-        responses = f"the {policy.prompts_per_step} x {policy.group_size} responses of a step"
-        yield Problem("algorithm.minibatches", f"is {policy.minibatches}, more than {responses}")
+    yield from minibatch_problems(policy, config)
     yield from shaping_problems(policy.overlong, policy.correction, config)
-    yield from kl_reward_problems(policy.kl_reward, policy.prompts_per_step, policy.group_size)
+    yield from kl_reward_problems(policy.kl_reward, policy.prompts_per_step, max(_group_sizes(policy, config)))
     if policy.correction.wanted and policy.old_logprobs == "sampler":
         yield Problem(
             "algorithm.correction",
@@ -409,6 +407,20 @@ def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
     yield from top_entropy_problems(policy.top_entropy, loss)
     if not moves:
         yield from _unmoved_problems(loss)
+
+
+def minibatch_problems(algorithm: Any, config: "Config") -> Iterator[Problem]:
+    """Yield that the smallest step has fewer responses than `minibatches`."""
+    prompts, least = algorithm.prompts_per_step, min(_group_sizes(algorithm, config))
+    if algorithm.minibatches > prompts * least:
+        words = f"is {algorithm.minibatches}, more than the {prompts} x {least} responses of a step"
+        smaller = "; an environment has a group_size of its own" if least < algorithm.group_size else ""
+        yield Problem("algorithm.minibatches", words + smaller)
+
+
+def _group_sizes(algorithm: Any, config: "Config") -> list[int]:
+    """Return the group size of each environment."""
+    return [entry.group_size or algorithm.group_size for entry in config.environments] or [algorithm.group_size]
 
 
 def _unmoved_problems(loss: Any) -> Iterator[Problem]:
@@ -459,7 +471,7 @@ def shaping_problems(overlong: OverlongSection, correction: CorrectionSection, c
 def kl_reward_problems(section: KlRewardSection, prompts: int, samples: int) -> Iterator[Problem]:
     """Yield conflicts between settings of a penalty in the reward, with paths below `algorithm`.
 
-    A step has `prompts` x `samples` episodes.
+    A step has at most `prompts` x `samples` episodes.
     """
     control = section.adaptive
     if control.target and section.weight and prompts * samples >= LARGEST_CHANGE * control.horizon:
