@@ -13,6 +13,10 @@ from whet.plan.prepare import prepare
 LOSS = {"use": "clipped-pg"}
 
 
+def summed(*terms: dict[str, Any]) -> dict[str, Any]:
+    return {"use": "weighted-sum", "terms": [{"use": "cispo"}, *terms]}
+
+
 @pytest.fixture
 def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
     """Return a function that checks a run of GRPO with these keys, and returns its problems."""
@@ -71,6 +75,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"loss": {**LOSS, "likelihood": {"weight": 0.1, "at_least": -math.inf}}},
         {"advantages": {"use": "gdpo", "over": "tokens", "centre": True, "epsilon_at": "variance"}},
         {"minibatches": 9, "own_size": 8},
+        {"loss": summed(LOSS), "minibatches": 2, "covariance": {"method": "kl-cov"}},
         {"covariance": {"method": "clip-cov", "share": 0.01, "low": 0.5, "high": 2.0}},
         {"covariance": {"method": "kl-cov", "weight": 0.5}, "minibatches": 2},
         {"covariance": {"method": "kl-cov"}, "old_logprobs": "sampler", "loss": "gspo"},
@@ -170,6 +175,24 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),
         ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
         ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),
+        (
+            {"loss": summed({**LOSS, "aggregation": "constant"})},
+            "algorithm.loss.terms.1.max_length", "rollout.max_tokens, which is 16",
+        ),
+        ({"loss": summed({**LOSS, "clip_dual": 1.1})}, "algorithm.loss.terms.1.clip_dual", "wanted more than 1 +"),
+        (
+            {"loss": summed({**LOSS, "kl": {"estimator": "k2", "importance": "ratio"}})},
+            "algorithm.loss.terms.1.kl.importance", "the gradient of k2 is right without",
+        ),
+        (
+            {"loss": summed({**LOSS, "kl_old": {"weight": 0.1, "to": "old"}})},
+            "algorithm.loss.terms.1.kl_old.to", "no effect with one optimizer step",
+        ),
+        (
+            {"loss": summed({**LOSS, "off_policy": {"threshold": 1.0}}),
+             "top_entropy": {"share": 0.2, "count_rest": False}},
+            "algorithm.top_entropy.count_rest", "algorithm.loss.terms.1.off_policy is a mean over",
+        ),
         ({"loss": {**LOSS, "max_length": 16}}, "algorithm.loss.max_length", "no effect on the aggregation `token`"),
         (
             {"overlong": {"penalty": 1.0, "buffer": 4}, "sampling": {"max_tokens": 50}},

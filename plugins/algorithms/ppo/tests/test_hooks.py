@@ -76,6 +76,10 @@ def test_a_critic_without_values_is_refused_once(problems):
             {"loss": {"use": "ppo-clip", "aggregation": "constant"}},
             "algorithm.loss.max_length: is 0, and the aggregation",
         ),
+        (
+            {"loss": {"use": "weighted-sum", "terms": [{"use": "ppo-clip", "aggregation": "constant"}]}},
+            "algorithm.loss.terms.0.max_length: is 0, and the aggregation",
+        ),
         ({"value_loss": {"use": "value-clip", "count_empty": True}}, "algorithm.value_loss.count_empty: has no effect"),
         ({"loss": {"use": "ppo-clip", "clip_dual": 1.1}}, "algorithm.loss.clip_dual: is 1.1, wanted more than 1 +"),
         ({"overlong": {"mask": True}, "gae": {"truncated": "bootstrap"}}, "algorithm.gae.truncated: has no effect"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, LossFacts, Problem, Selection
+from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_distill.config import (
@@ -15,7 +15,7 @@ from whet_distill.config import (
     TeacherPgConfig,
     TopkKlConfig,
 )  # fmt: skip
-from whet_ops.algorithms.config import average_problems, minibatch_problems
+from whet_ops.algorithms.config import average_problems, minibatch_problems, terms_of
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -44,9 +44,9 @@ def whet_losses() -> Iterable[Component]:
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find environments that are given a teacher and are not there, and numbers that do not go together."""
     section = config.algorithm.config
-    loss = getattr(section, "loss", None)
-    if isinstance(loss, Selection) and isinstance(loss.config, (DivergenceConfig, TeacherPgConfig)):
-        yield from average_problems("algorithm.loss", loss.config, config.rollout)
+    for path, loss in terms_of(getattr(section, "loss", None), "algorithm.loss"):
+        if isinstance(loss.config, (DivergenceConfig, TeacherPgConfig)):
+            yield from average_problems(path, loss.config, config.rollout)
     if not isinstance(section, DistillConfig):
         return
     names = [entry.name or entry.component.name for entry in config.environments]

@@ -10,6 +10,7 @@ from whet.plan.plan import facts_of
 from whet_dpo import loss_config as sections
 from whet_dpo import whole_config
 from whet_dpo.config import DpoConfig, KtoConfig
+from whet_ops.algorithms.config import terms_of
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -66,7 +67,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     loss = getattr(config.algorithm.config, "loss", None)
     if not isinstance(loss, Selection):
         return
-    terms = list(whole_config.terms_of(loss, "algorithm.loss"))
+    terms = list(terms_of(loss, "algorithm.loss"))
     for path, term in terms:
         yield from _of_keys(path, term.config)
     if isinstance(loss.config, whole_config.WeightedSumConfig):

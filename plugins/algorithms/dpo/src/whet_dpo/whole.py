@@ -24,8 +24,8 @@ from whet_dpo.whole_config import (
     BcoConfig,
     BcoPairConfig,
     columns_for,
-    terms_of,
 )
+from whet_ops.algorithms.config import terms_of
 from whet_ops.pairs import pair_positions, shared_length_weights
 from whet_ops.reductions import segment_sum
 

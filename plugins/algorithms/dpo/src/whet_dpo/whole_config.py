@@ -4,7 +4,6 @@ A loss sees a part of a batch. What it needs of the whole comes as a column, whi
 step from the policy's scores: see `whet_dpo.whole`.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -16,6 +15,7 @@ from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_dpo.loss_config import REFERENCE, SHARE, KtoLossConfig, Preference, pair_columns, pair_facts
+from whet_ops.algorithms.config import terms_of
 
 SHIFT = "score_shift"
 """Column [B], one number for the whole batch: the score that BCO's classifier calls even."""
@@ -116,17 +116,6 @@ class WeightedSumConfig:
 
     terms: list[SumTerm] = field(factory=_mpo, validator=_apart)
     """Losses by `use:`, each with its `weight`, and with a `name` where two are the same loss."""
-
-
-def terms_of(loss: Selection | None, path: str = "") -> Iterator[tuple[str, Selection]]:
-    """Yield each loss with its path: the loss itself, or the terms of a sum, also of a sum within."""
-    if loss is None:
-        return
-    if not isinstance(loss.config, WeightedSumConfig):
-        yield path, loss
-        return
-    for number, term in enumerate(loss.config.terms):
-        yield from terms_of(term.component, f"{path}.terms.{number}")
 
 
 def whole_columns(loss: Selection | None) -> frozenset[str]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, Problem, Selection
+from whet.component import Component, Problem
 from whet_grpo import config as sections
 from whet_grpo.config import GroupLossConfig, GrpoConfig
-from whet_ops.algorithms.config import average_problems, kl_loss_problems, policy_problems
+from whet_ops.algorithms.config import policy_loss_problems, policy_problems, terms_of
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -71,9 +71,9 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     if isinstance(config.algorithm.config, GrpoConfig):
         yield from policy_problems(config.algorithm.config, config)
         yield from _of_advantages(config.algorithm.config)
-    loss = getattr(config.algorithm.config, "loss", None)
-    if isinstance(loss, Selection) and isinstance(loss.config, GroupLossConfig):
-        yield from _of_loss(loss.config, config)
+    for path, loss in terms_of(getattr(config.algorithm.config, "loss", None), "algorithm.loss"):
+        if isinstance(loss.config, GroupLossConfig):
+            yield from _of_loss(path, loss.config, config)
 
 
 def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
@@ -92,11 +92,7 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
         yield Problem("algorithm.advantages.std_over", "has no effect with scale: none, which divides by nothing")
 
 
-def _of_loss(loss: GroupLossConfig, config: "Config") -> Iterable[Problem]:
-    yield from average_problems("algorithm.loss", loss, config.rollout)
-    dual, high = getattr(loss, "clip_dual", 0.0), getattr(loss, "clip_high", 0.0)
-    if dual and dual <= 1 + high:
-        yield Problem("algorithm.loss.clip_dual", f"is {dual:g}, wanted more than 1 + clip_high, or 0 for none")
-    yield from kl_loss_problems(loss.kl)
+def _of_loss(path: str, loss: GroupLossConfig, config: "Config") -> Iterable[Problem]:
+    yield from policy_loss_problems(path, loss, config.rollout)
     if loss.off_policy.since == "old" and loss.off_policy.threshold is None:
-        yield Problem("algorithm.loss.off_policy.since", "has no effect without a threshold; set off_policy.threshold")
+        yield Problem(f"{path}.off_policy.since", "has no effect without a threshold; set off_policy.threshold")

@@ -7,7 +7,7 @@ from whet import hookimpl
 from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_ops.algorithms.config import average_problems, kl_loss_problems, policy_problems
+from whet_ops.algorithms.config import average_problems, policy_loss_problems, policy_problems, terms_of
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def whet_losses() -> Iterable[Component]:
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find what PPO cannot do without, and numbers that do not go together."""
-    ppo, loss = config.algorithm.config, getattr(config.algorithm.config, "loss", None)
+    ppo = config.algorithm.config
     if isinstance(ppo, PpoConfig):
         yield from _of_critic(ppo, config)
         yield from policy_problems(ppo, config)
@@ -38,9 +38,9 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
         value_loss = ppo.value_loss.config
         if isinstance(value_loss, ValueClipConfig):
             yield from average_problems("algorithm.value_loss", value_loss, config.rollout)
-    of_policy = getattr(loss, "config", None)
-    if isinstance(of_policy, PpoClipConfig):
-        yield from _of_loss(of_policy, config)
+    for path, loss in terms_of(getattr(ppo, "loss", None), "algorithm.loss"):
+        if isinstance(loss.config, PpoClipConfig):
+            yield from policy_loss_problems(path, loss.config, config.rollout)
 
 
 def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
@@ -50,14 +50,6 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if facts_of(ppo.value_loss, ModelInfo(config.model.path, {}), LossFacts).role != CRITIC:
         words = "is no loss of a critic; choose one that reads its values, e.g. value-clip"
         yield Problem("algorithm.value_loss", words)
-
-
-def _of_loss(loss: PpoClipConfig, config: "Config") -> Iterable[Problem]:
-    yield from average_problems("algorithm.loss", loss, config.rollout)
-    yield from kl_loss_problems(loss.kl)
-    if loss.clip_dual and loss.clip_dual <= 1 + loss.clip_high:
-        words = f"is {loss.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
-        yield Problem("algorithm.loss.clip_dual", words)
 
 
 def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:

@@ -400,13 +400,29 @@ def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
             "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
             "gives none; choose `auto` or `trainer`",
         )
-    wanted, staleness, loss = policy.old_logprobs, config.rollout.max_staleness, policy.loss.config
-    old = choose_old_logprobs(wanted, True, policy.correction.wanted, staleness)
+    staleness, terms = config.rollout.max_staleness, list(terms_of(policy.loss, "algorithm.loss"))
+    old = choose_old_logprobs(policy.old_logprobs, True, policy.correction.wanted, staleness)
     moves = policy.minibatches * policy.epochs > 1 or old == "sampler"
-    yield from covariance_problems(policy.covariance, loss, moves)
-    yield from top_entropy_problems(policy.top_entropy, loss)
-    if not moves:
-        yield from _unmoved_problems(loss)
+    yield from covariance_problems(policy.covariance, [term.config for _, term in terms], moves)
+    for path, term in terms:
+        yield from top_entropy_problems(policy.top_entropy, path, term.config)
+        if not moves:
+            yield from _unmoved_problems(path, term.config)
+
+
+def terms_of(loss: object, path: str = "") -> Iterator[tuple[str, Selection]]:
+    """Yield each loss with its path: the loss itself, or the terms of a sum, also of a sum within.
+
+    A loss is a sum if its config has a list of `terms`, each with the `component` of a loss.
+    """
+    if not isinstance(loss, Selection):
+        return
+    terms = getattr(loss.config, "terms", None)
+    if not isinstance(terms, list):
+        yield path, loss
+        return
+    for number, term in enumerate(terms):
+        yield from terms_of(getattr(term, "component", None), f"{path}.terms.{number}")
 
 
 def minibatch_problems(algorithm: Any, config: "Config") -> Iterator[Problem]:
@@ -423,7 +439,7 @@ def _group_sizes(algorithm: Any, config: "Config") -> list[int]:
     return [entry.group_size or algorithm.group_size for entry in config.environments] or [algorithm.group_size]
 
 
-def _unmoved_problems(loss: Any) -> Iterator[Problem]:
+def _unmoved_problems(path: str, loss: Any) -> Iterator[Problem]:
     """Yield settings of the loss that compare with the old policy, which is the policy itself."""
     off_policy, kl_old = getattr(loss, "off_policy", None), getattr(loss, "kl_old", None)
     compared = {
@@ -432,7 +448,7 @@ def _unmoved_problems(loss: Any) -> Iterator[Problem]:
     }
     for name in (name for name, is_set in compared.items() if is_set):
         yield Problem(
-            f"algorithm.loss.{name}",
+            f"{path}.{name}",
             "has no effect with one optimizer step for each batch: the old logprobs are the policy's own; choose "
             "`sampler`, or several minibatches or epochs",
         )
@@ -486,22 +502,27 @@ def kl_reward_problems(section: KlRewardSection, prompts: int, samples: int) -> 
         yield Problem("algorithm.kl_reward.adaptive.target", words)
 
 
-def kl_loss_problems(section: KlLossSection) -> Iterator[Problem]:
-    """Yield conflicts between settings of a penalty in the loss, with paths below `algorithm.loss`."""
-    if section.straight_through and section.estimator == "k2":
-        yield Problem("algorithm.loss.kl.straight_through", "changes nothing for k2, whose own gradient it takes")
-    if section.importance == "none":
+def policy_loss_problems(path: str, loss: PolicyLossConfig, rollout: "RolloutSection") -> Iterator[Problem]:
+    """Yield conflicts between settings of a loss of a policy, with paths below `path`, the path of the loss."""
+    yield from average_problems(path, loss, rollout)
+    dual, high = getattr(loss, "clip_dual", 0.0), getattr(loss, "clip_high", 0.0)
+    if dual and dual <= 1 + high:
+        yield Problem(f"{path}.clip_dual", f"is {dual:g}, wanted more than 1 + clip_high, or 0 for none")
+    kl = loss.kl
+    if kl.straight_through and kl.estimator == "k2":
+        yield Problem(f"{path}.kl.straight_through", "changes nothing for k2, whose own gradient it takes")
+    if kl.importance == "none":
         return
-    if section.straight_through:
-        words = f"takes a gradient that is right by itself, and kl.importance: {section.importance} counts it twice"
-        yield Problem("algorithm.loss.kl.straight_through", f"{words}; choose one of the two")
-    elif section.estimator == "k2":
-        words = f"is {section.importance}, and the gradient of k2 is right without; choose none, or k1 or k3"
-        yield Problem("algorithm.loss.kl.importance", words)
+    if kl.straight_through:
+        words = f"takes a gradient that is right by itself, and kl.importance: {kl.importance} counts it twice"
+        yield Problem(f"{path}.kl.straight_through", f"{words}; choose one of the two")
+    elif kl.estimator == "k2":
+        words = f"is {kl.importance}, and the gradient of k2 is right without; choose none, or k1 or k3"
+        yield Problem(f"{path}.kl.importance", words)
 
 
-def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[Problem]:
-    """Yield conflicts with settings of the loss that need all tokens of a response.
+def top_entropy_problems(section: TopEntropySection, path: str, loss: object) -> Iterator[Problem]:
+    """Yield conflicts with settings of a loss that need all tokens of a response.
 
     The loss mask keeps only the tokens of the highest entropy if `share` is below 1 and `count_rest` is false.
     """
@@ -509,8 +530,8 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
         return
     kl, off_policy = getattr(loss, "kl", None), getattr(loss, "off_policy", None)
     taken = {
-        "algorithm.loss.kl.importance: sequence": kl is not None and kl.weight and kl.importance == "sequence",
-        "algorithm.loss.off_policy": off_policy is not None and off_policy.threshold is not None,
+        f"{path}.kl.importance: sequence": kl is not None and kl.weight and kl.importance == "sequence",
+        f"{path}.off_policy": off_policy is not None and off_policy.threshold is not None,
         "the ratio of a sequence": getattr(loss, "level", "") == "token" and hasattr(loss, "ratio"),
     }
     for what in (name for name, is_set in taken.items() if is_set):
@@ -518,10 +539,11 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
         yield Problem("algorithm.top_entropy.count_rest", f"{words}; choose true")
 
 
-def covariance_problems(section: CovarianceSection, loss: object, moves: bool) -> Iterator[Problem]:
+def covariance_problems(section: CovarianceSection, losses: Iterable[object], moves: bool) -> Iterator[Problem]:
     """Yield conflicts between settings of this section, with paths below `algorithm`.
 
-    `moves`: whether the policy may differ from the old one when the loss is computed.
+    `losses`: the loss, or the terms of a sum. `moves`: whether the policy may differ from the old one when the loss is
+    computed.
     """
     own = {"clip-cov": {"low", "high"}, "kl-cov": {"weight"}, "none": set[str]()}
     for name in ("share", "low", "high", "weight"):
@@ -539,7 +561,7 @@ def covariance_problems(section: CovarianceSection, loss: object, moves: bool) -
             "is kl-cov, which has no effect with one optimizer step for each batch: the old policy is the policy "
             "itself; choose several minibatches or epochs, old_logprobs: sampler, or clip-cov",
         )
-    if not isinstance(loss, PolicyLossConfig):
+    if not any(isinstance(loss, PolicyLossConfig) for loss in losses):
         words = "is kl-cov, and this loss has no penalty for the distance to the old policy; choose clip-cov"
         yield Problem("algorithm.covariance.method", words)
 
