@@ -18,7 +18,8 @@ from whet_dpo.whole_config import WeightedSumConfig
 class WeightedSum:
     """Losses added up. Metrics of a loss stand under its name; those of the first also stand by themselves.
 
-    Beside them each term's mean is reported, e.g. `dpo/preference`, before weights.
+    Beside them each term's mean is reported, e.g. `dpo/preference`, before weights. It is over the sequences that can
+    change any of the losses, as the others may not be in a micro-batch.
     """
 
     def __init__(self, config: WeightedSumConfig) -> None:
