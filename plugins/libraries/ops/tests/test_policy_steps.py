@@ -114,6 +114,9 @@ def test_an_episodes_length_is_that_of_all_its_responses() -> None:
     assert metrics["reward/overlong"].number() == pytest.approx(-1)
     given_length, _ = penalise_overlong(batch(), evolve(section, length=60), max_tokens=6)
     assert given_length["reward"].tolist() == [1, 3, 3]
+    version = np.array([-1, 0, -1, 0, 0, -1, 0, 0, 0])
+    untrained = batch(version=version, loss_mask=(version >= 0) & (np.arange(9) < 6))  # a turn at another temperature
+    assert penalise_overlong(untrained, section, max_tokens=6)[0]["reward"].tolist() == [1, 1.5, 1.5]
 
 
 def test_a_cut_episode_loses_a_factor_of_its_reward_before_the_penalty_for_its_length() -> None:

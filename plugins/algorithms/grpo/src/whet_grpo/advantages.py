@@ -24,7 +24,7 @@ from whet_grpo.config import (
 )
 from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
 from whet_ops.gae import at_last, gae
-from whet_ops.members import members_of, of_members, placed_rewards, turn_of
+from whet_ops.members import members_of, of_members, placed_rewards, produced, turn_of
 from whet_ops.reductions import expand, segment_sum
 from whet_ops.shaping import reward_to_go
 
@@ -160,8 +160,7 @@ class Opo:
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Return the advantage of each sequence [B]. All sequences of a member have the same advantage."""
         members = members_of(batch)
-        produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
-        tokens = segment_sum(produced.astype(np.int64), batch["lengths"])
+        tokens = segment_sum(produced(batch).astype(np.int64), batch["lengths"])
         sizes = np.bincount(members.owner, tokens, len(members.sizes)) / members.sizes
         rewards, group = batch["reward"][members.first], members.cohort
         return np.asarray(length_weighted(rewards, group, sizes, self.config.singleton)[members.owner])

@@ -104,12 +104,16 @@ def with_mask(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
     return batch.with_columns(loss_mask=mask, share=shares(np.asarray(batch["conversation"]), trained))
 
 
+def produced(batch: Batch) -> NDArray[np.bool_]:
+    """Return which tokens [N] the model produced, also those that are not trained: by `version`, if it is there."""
+    return np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
+
+
 def turn_of(batch: Batch) -> NDArray[np.int32]:
     """Return the number of the model's turn in its conversation for each token [N], -1 outside of turns."""
     if "turn" in batch:
         return np.asarray(batch["turn"], np.int32)
-    produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
-    return np.where(produced, 0, -1).astype(np.int32)
+    return np.where(produced(batch), 0, -1).astype(np.int32)
 
 
 def placed_rewards(batch: Batch, rewards: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float64]:

@@ -27,7 +27,7 @@ from whet_ops.algorithms.config import (
     TopEntropySection,
 )
 from whet_ops.kl import MOST_NATS, kl_estimate, log_ratio
-from whet_ops.members import conversations, joined, of_members, with_mask
+from whet_ops.members import conversations, joined, of_members, produced, with_mask
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
 from whet_ops.shaping import adapted_weight, cut_penalty, overlong_penalty
 
@@ -122,7 +122,8 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
     """Subtract the penalty for long responses from their reward. The penalty is also the named reward `overlong`.
 
     With a `factor`, the reward of a truncated response is multiplied by it first, and the penalty includes what that
-    takes away. An episode is truncated if the last response of any of its conversations is.
+    takes away. An episode is truncated if the last response of any of its conversations is. Its length counts all
+    tokens that the model produced, trained or not.
     """
     if not section.shapes:
         return batch, {}
@@ -132,7 +133,7 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
         cut = of_members(batch, ~np.asarray(joined(batch)["stopped"])[conversation]) > 0
         penalty = cut_penalty(batch["reward"], cut, section.factor)
     if section.penalty:
-        sizes = of_members(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
+        sizes = of_members(batch, segment_sum(produced(batch).astype(np.int64), batch["lengths"]))
         longest = section.length or max_tokens
         penalty = penalty + section.penalty * overlong_penalty(sizes, longest, section.buffer, section.bounded)
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
