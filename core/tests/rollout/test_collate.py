@@ -91,6 +91,13 @@ def test_columns_stand_where_they_belong(groups: list[Group]) -> None:
     }
 
 
+def test_an_episode_that_ends_as_the_context_is_full_is_cut() -> None:
+    group = Group(0, "sums", 5, (episode("sums", 0, {}, trajectory(2, 3, "context")),))
+    assert collate([group], {"sums": 0.7})["stopped"].tolist() == [False]
+    found = rollout_metrics([group])
+    assert (found["response_length/cut"].number(), found["context_full"].number()) == (1.0, 1.0)
+
+
 def test_metrics_are_over_episodes(groups: list[Group]) -> None:
     numbers = {name: metric.number() for name, metric in rollout_metrics(groups).items()}
     assert numbers == pytest.approx(

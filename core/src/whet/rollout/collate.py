@@ -38,7 +38,7 @@ def collate(
     - env int64 (index into `info["environments"]`), agent int64 (index into `info["agents"]`), member int64
     - temperature float32, reward float32
     - `reward:NAME` float32 for each named reward, unweighted: nan where the episode lacks it; see `completed`
-    - stopped bool: whether the last response ended by itself, and was not cut
+    - stopped bool: whether the last response ended by itself: it was not cut, and the context had room for the next
     - conversation int64 and share float32, if a chat template rewrote history, so that a conversation has several
       sequences (see `Trajectory.part`): the number of the conversation, and the sequence's part of the trained tokens
       of its conversation
@@ -211,7 +211,7 @@ def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | N
     - reward/AGENT/mean: the mean reward of each named agent
     - reward/greedy: the mean reward of greedy episodes, which no other metric counts
     - response_length/mean and /max: tokens that the model produced in an episode
-    - response_length/cut: share of episodes with a response that was cut
+    - response_length/cut: share of episodes with a sequence whose last response was cut, or with a full context
     - context_full: share of episodes that requested a response when the context had no room for it
     - turns/mean
     - rewritten: share of episodes whose history the chat template rewrote; only where it did
