@@ -26,8 +26,12 @@ def test_tokens_come_with_their_probabilities() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "left"), [(2, 1.0, {0, 2}), (1, 1.0, {0}), (5, 0.6, {0, 2}), (5, 0.5, {0}), (5, 1e-9, {0})]
-)
+    ("top_k", "top_p", "left"),
+    [
+        (2, 1.0, {0, 2}), (1, 1.0, {0}), (5, 0.6, {0, 2}), (5, 0.5, {0}), (5, 1e-9, {0}),
+        (2, 0.6, {0, 2}),  # top-p is of the whole vocabulary: of the two alone, 0.5 / 0.8 would be enough
+    ],
+)  # fmt: skip
 def test_what_top_k_and_top_p_leave_out_never_comes(top_k: int, top_p: float, left: set[int]) -> None:
     tokens = drawn(2_000, top_k, top_p)
     assert set(tokens.tolist()) == left
