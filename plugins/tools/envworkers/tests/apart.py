@@ -35,7 +35,7 @@ class ApartConfig:
 
 class Apart:
     def __init__(self, config, roles=None):
-        self._config, self._roles = config, roles or {}
+        self._config, self._roles, self._more = config, roles or {}, {}
 
     def tasks(self, split):
         if split not in ("train", "test"):
@@ -44,7 +44,7 @@ class Apart:
 
     @property
     def reward_weights(self):
-        return {"right": 1.0, "process": 0.0}
+        return {"right": 1.0, "process": 0.0, **self._more}
 
     async def run(self, task, model):
         reply = await model.reply(task.prompt)
@@ -56,6 +56,8 @@ class Apart:
         return messages[-1].text or None
 
     async def group_rewards(self, task, episodes):
+        if "metric" in self._config.kinds:
+            self._more["first"] = 0.5
         return [{"first": float(i == 0)} for i, _ in enumerate(episodes)]
 
     def close(self):
@@ -64,6 +66,10 @@ class Apart:
     async def _plain(self, task, model):
         model.reward("step", 0.5)
         model.record("seen", [1, 2])
+
+    async def _metric(self, task, model):
+        self._more["steps"] = 0.0
+        model.reward("steps", 100.0)
 
     async def _forks(self, task, model):
         tool = json.dumps({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}})

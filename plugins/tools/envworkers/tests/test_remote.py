@@ -20,6 +20,7 @@ from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
 from whet.rollout.recorded import Assignment
+from whet.rollout.rewards import total_reward
 from whet.rollout.routing import Route
 from whet_envworkers.remote import RemoteEnvironment
 from whet_envworkers.worker import EnvironmentWorker
@@ -81,6 +82,19 @@ def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_proce
         remote.tasks("train")[160]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
+
+
+def test_a_weight_that_the_environment_adds_when_it_plays_reaches_the_driver():
+    environment = made(kinds=["metric"])
+    try:
+        model, rewards, _ = played(environment, "metric")
+        given = {**rewards, **model.rewarded({})}
+        assert given["steps"] == 100.0
+        assert total_reward(given, environment.reward_weights) == 1.0
+        asyncio.run(environment.group_rewards(task_of(environment, "metric"), []))
+        assert environment.reward_weights["first"] == 0.5
+    finally:
+        environment.close()
 
 
 def test_an_episode_has_the_rewards_and_records_that_its_environment_gave_in_another_process(remote):

@@ -108,7 +108,7 @@ class RemoteEnvironment:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Return the weights that the environment has."""
+        """Return the weights that the environment has, and those that it added when it played."""
         return self._weights
 
     @property
@@ -179,6 +179,7 @@ class RemoteEnvironment:
             note(reason)
         if "failed" in message:
             raise raised(message["failed"])
+        self._weights = {**self._weights, **message["weights"]}
         return message["rewards"]
 
     def _abandon(self, rank: int, number: int) -> None:

@@ -53,7 +53,7 @@ class EnvironmentWorker:
         environment = self._environment
         check_weights(environment.reward_weights)
         return {
-            "weights": {str.__str__(name): float(weight) for name, weight in environment.reward_weights.items()},
+            "weights": self._weights(),
             "answers": states_answers(environment),
             "groups": isinstance(environment, GroupRewarding),
             "keeps": _kept(environment),
@@ -118,12 +118,15 @@ class EnvironmentWorker:
         """Close the environment."""
         self._environment.close()
 
+    def _weights(self) -> dict[str, float]:
+        return {str.__str__(name): float(weight) for name, weight in self._environment.reward_weights.items()}
+
     async def _begun(self, number: int, playing: Playing, run: Callable[[], Awaitable[Any]]) -> list[Message]:
         async def play() -> None:
             with noted() as notes, playing.current():
                 try:
                     with ungrouped():
-                        end: Message = {"rewards": await run()}
+                        end: Message = {"rewards": await run(), "weights": self._weights()}
                 except BaseException as error:  # SystemExit would end the event loop of all episodes
                     own = asyncio.current_task()
                     if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
