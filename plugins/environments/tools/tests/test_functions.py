@@ -85,6 +85,16 @@ def test_what_a_function_raises_is_an_answer():
     assert called("exits", {"code": 3}).text == "SystemExit: 3"
 
 
+def test_an_iterator_that_ends_in_a_function_is_an_answer_and_blocks_nothing():
+    functions = Functions([f"{FILE}:ends"])
+
+    async def both():
+        async with asyncio.timeout(10):
+            return [(await functions.call("ends", {"name": name}, {})).text for name in ("bob", "ann")]
+
+    assert asyncio.run(both()) == ["StopIteration: ", "5"]
+
+
 def test_the_episode_is_no_argument_of_the_model():
     assert list(tool("remember").parameters["properties"]) == ["word"]
     assert called("remember", {"word": "a", "episode": {}}).error

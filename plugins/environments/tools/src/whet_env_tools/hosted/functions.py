@@ -72,8 +72,10 @@ class Functions:
             else:
                 self._stuck = True
                 loop = asyncio.get_running_loop()
-                value = await loop.run_in_executor(self._thread, lambda: found.function(**checked))
+                value, ended = await loop.run_in_executor(self._thread, _called, found.function, checked)
                 self._stuck = False
+                if ended is not None:
+                    raise ended
             text = as_text(value)
         except (asyncio.CancelledError, MemoryError):
             raise
@@ -88,6 +90,14 @@ class Functions:
     async def recovers(self, seconds: float) -> bool:
         """Return whether the thread is free. A function that hangs in the thread cannot be stopped."""
         return not self._stuck
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, StopIteration | None]:
+    """Return what a function returns, and the error that no future can hold."""
+    try:
+        return function(**arguments), None
+    except StopIteration as error:
+        return None, error
 
 
 @frozen
