@@ -42,7 +42,7 @@ def call(number, name, arguments):
     if name in good:
         say({"id": number, "result": good[name]()})
     elif name == "refuse":
-        say({"id": number, "error": {"code": -32602, "message": "unknown parameter"}})
+        say({"id": number, "error": {"code": arguments.get("code", -32602), "message": "unknown parameter"}})
     elif name == "sleep":
         time.sleep(arguments["seconds"])
         say({"id": number, "result": texts("slept")})

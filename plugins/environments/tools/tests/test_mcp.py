@@ -47,6 +47,16 @@ def test_the_tools_of_a_server_are_the_model_s(tmp_path, no_orphans):
     assert rewards == {"correct": 0.0, "calls": 5.0, "wrong_calls": 2.0, "failed_calls": 0.0}
 
 
+@pytest.mark.parametrize("code", [-32002, -32000, -32001, 408, 7])
+def test_an_error_of_any_code_is_the_answer_of_a_server_that_goes_on(tmp_path, code):
+    rewards, results = played(
+        made(tmp_path, mcp=server(each_episode=True)), call("count"), call("refuse", code=code), call("count"), "no"
+    )
+    assert "unknown parameter" in results[1]
+    assert results[2] == result("3")
+    assert rewards == {"correct": 0.0, "calls": 3.0, "wrong_calls": 1.0, "failed_calls": 0.0}
+
+
 FAULTS = {
     "freeze": "did not answer within 0.5 s, and then it does not answer",
     "crash": "Connection closed",

@@ -23,7 +23,7 @@ _PING_SECONDS: Final = 5.0
 _MOST_PAGES: Final = 64
 _MOST_TOOLS: Final = 512
 _OF_THE_CALL: Final = (-32600, -32601, -32602, -32603)
-"""Codes of JSON-RPC errors with which a server refuses a call. Others say that the connection is lost."""
+"""Codes of JSON-RPC errors with which a server refuses a call. Others are of the server, or of a lost connection."""
 
 
 @asynccontextmanager
@@ -102,7 +102,7 @@ class McpTools:
             raise
         except Exception as error:
             code = getattr(getattr(error, "error", None), "code", None)
-            if code in _OF_THE_CALL:
+            if code in _OF_THE_CALL or (code is not None and await self.recovers(_PING_SECONDS)):
                 return Answer(str(error), error=True)
             raise Broken(f"{type(error).__name__}: {error}") from error
         text = "\n".join(_words(part) for part in getattr(result, "content", ()))
