@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from whet.data.records import Task
+from whet.data.messages import Tools
+from whet.data.records import Reply, Task
 from whet.errors import ConfigError, DataError, EpisodeError, InfrastructureError
+from whet.rollout.gate import Gate
 from whet_env_nemo_gym.config import NemoGymConfig
 from whet_env_nemo_gym.environment import NemoGym
 from whet_testing.contracts.component import ComponentContract
@@ -181,6 +183,30 @@ def test_no_more_episodes_talk_to_the_server_than_allowed(data: str) -> None:
         found = asyncio.run(play(NemoGym(NemoGymConfig(url=server.url, dataset=data, sessions=3))))
         assert len(found) == 20
         assert server.peak <= 3
+
+
+class Slow(FakeModel):
+    async def reply(self, *asked: Any, **settings: Any) -> Reply:
+        await asyncio.sleep(2.5)
+        return await super().reply(*asked, **settings)
+
+    def with_tools(self, tools: Tools) -> FakeModel:
+        self.tools = tools
+        return self
+
+
+def test_waiting_for_a_session_counts_against_no_deadline(server: CounterServer, data: str) -> None:
+    environment = NemoGym(NemoGymConfig(url=server.url, dataset=data, sessions=1))
+    task = environment.tasks("train")[3]
+
+    async def play(model: FakeModel, seconds: float) -> float:
+        async with Gate().time_limit(seconds):
+            return (await environment.run(task, model))["turns"]
+
+    async def both() -> list[float]:
+        return await asyncio.gather(play(Slow("5"), 60.0), play(FakeModel("5"), 2.0))
+
+    assert asyncio.run(both()) == [1.0, 1.0]
 
 
 def test_a_token_that_is_not_set_is_named(server: CounterServer, data: str) -> None:

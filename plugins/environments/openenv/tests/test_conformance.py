@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from whet.data.records import Task
+from whet.data.records import Reply, Task
 from whet.errors import ConfigError, InfrastructureError
+from whet.rollout.gate import Gate
 from whet_env_openenv.config import OpenEnvConfig
 from whet_env_openenv.environment import OpenEnv
 from whet_testing.contracts.component import ComponentContract
@@ -154,6 +155,26 @@ def test_no_more_sessions_are_open_than_allowed() -> None:
         assert server.peak <= 3
         with pytest.raises(InfrastructureError, match=r"CAPACITY_REACHED: all sessions are taken"):
             asyncio.run(play(OpenEnv(OpenEnvConfig(url=server.url, sessions=12))))
+
+
+class Slow(FakeModel):
+    async def reply(self, *asked: Any, **settings: Any) -> Reply:
+        await asyncio.sleep(2.5)
+        return await super().reply(*asked, **settings)
+
+
+def test_waiting_for_a_session_counts_against_no_deadline(server: GuessServer) -> None:
+    environment = OpenEnv(OpenEnvConfig(url=server.url, sessions=1))
+
+    async def play(model: FakeModel, seconds: float) -> float:
+        async with Gate().time_limit(seconds):
+            return (await environment.run(Task("", {"seed": 47}), model))["reward"]
+
+    async def both() -> list[float]:
+        models = ((Slow("<action>7</action>"), 60.0), (FakeModel("<action>7</action>"), 2.0))
+        return await asyncio.gather(*(play(*one) for one in models))
+
+    assert asyncio.run(both()) == [1.0, 1.0]
 
 
 def test_a_token_is_sent_with_every_request_and_never_shown(

@@ -8,6 +8,7 @@ import pytest
 from tool_episodes import FILE, call, episode, made, played, result
 
 from whet.errors import ConfigError, DataError
+from whet.rollout.gate import Gate
 from whet_env_tools.answers import canonical, final_answer, is_right
 from whet_env_tools.processes import Outcome, ToolsBroken
 from whet_env_tools.text_calls import LONGEST, read_calls
@@ -201,6 +202,22 @@ def test_canonical_answers_of_hostile_text_cost_no_time():
     for text in ("9" * 1_000_000, "a " * 500_000, "\u0301" * 100_000, "answer:" * 100_000, "{" * 1_000_000):
         canonical(final_answer(text) or text)
     assert time.process_time() - begin < 3
+
+
+def test_waiting_for_a_process_counts_against_no_deadline(tmp_path):
+    environment = made(tmp_path, "hangs", processes=1)
+
+    async def play(seconds, limit):
+        async with Gate().time_limit(limit):
+            return await episode(environment, call("hangs", seconds=seconds), "no")
+
+    async def both():
+        return await asyncio.gather(play(2.5, 60.0), play(0.0, 2.0))
+
+    try:
+        assert [results for _, results in asyncio.run(both())] == [[result("slept")]] * 2
+    finally:
+        environment.close()
 
 
 def test_functions_are_found_by_module_too(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ with a resources server    seed the session -> response with calls -> the server
 by an agent server         open the episode's endpoint -> run; the agent asks the model there -> reward
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from whet_env_nemo_gym.rows import (
     written,
 )
 from whet_env_nemo_gym.server import Server, Session
+from whet_sandbox.gate import Gate
 
 OWN_SAMPLING = ("model", "parallel_tool_calls", "temperature", "top_p")
 """Parameters of an agent's requests that are not read: the policy samples as the run has it."""
@@ -46,7 +46,7 @@ class NemoGym:
         self._agents = {
             name: Server(url, token, config.agent_seconds, config.reply_bytes) for name, url in config.agents.items()
         }
-        self._free = asyncio.Semaphore(config.sessions)
+        self._free = Gate(config.sessions)
         self._tasks = DatasetTasks(config, self._task)
 
     @property
@@ -72,7 +72,7 @@ class NemoGym:
         items: list[dict[str, Any]] = []
         turns = calls = 0
         messages: Conversation = task.prompt
-        async with self._free, self._server.session(record) as session:
+        async with self._free.place(), self._server.session(record) as session:
             with suppress(ContextFull):  # the responses so far are verified
                 while turns < self._config.turns:
                     reply = await talk.reply(messages)
@@ -94,7 +94,7 @@ class NemoGym:
         """Do nothing: sessions end with their episodes."""
 
     async def _by_agent(self, agent: Server, task: Task, model: Model) -> Mapping[str, float]:
-        async with self._free, model.endpoint(ignore=OWN_SAMPLING) as address:
+        async with self._free.place(), model.endpoint(ignore=OWN_SAMPLING) as address:
             record = for_agent(task.data["record"], self._config.system, address.api_key)
             reward, components = await agent.played(record)
             talks = address.conversations()

@@ -3,7 +3,6 @@
 reset with the seed -> observation -> response with an action -> step -> observation, reward -> ... until done
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from whet_data.servers import token_in
 from whet_env_openenv.actions import InvalidAction, action_format
 from whet_env_openenv.config import OpenEnvConfig
 from whet_env_openenv.session import ActionRefused, Observation, Server
+from whet_sandbox.gate import Gate
 
 _SEEDS = 1 << 31
 """Servers take seeds below this number: NumPy's and Gymnasium's limit is 2^32, and some keep a C int."""
@@ -33,7 +33,7 @@ class OpenEnv:
         token = token_in(config.token_variable, "openenv.token_variable")
         self._server = Server(config.url, token, config.seconds, config.message_bytes)
         self._format = action_format(config, self._server.action_schema())
-        self._free = asyncio.Semaphore(config.sessions)
+        self._free = Gate(config.sessions)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ class OpenEnv:
         """Play one episode in a session of its own. Returns its rewards. Raises `InfrastructureError`."""
         rewards: list[float] = []
         invalid, done = 0, False
-        async with self._free, self._server.session() as session:
+        async with self._free.place(), self._server.session() as session:
             now = await session.reset({**self._config.reset, "seed": task.data["seed"]})
             message: Conversation | str = self._opening(now.observation)
             done = now.done

@@ -29,6 +29,7 @@ from whet.errors import InfrastructureError, WhetError, in_words
 from whet.runtime.last_words import printable
 from whet.runtime.process import Child, import_folders
 from whet_env_tools.hosted.host import LONGEST_LINE
+from whet_sandbox.gate import Gate
 
 T = TypeVar("T")
 _GRACE_SECONDS: Final = 15.0
@@ -270,7 +271,8 @@ class Hosts:
         self.restarts = 0
         """Processes that had to be replaced."""
         self._places = [_Place(asyncio.Lock()) for _ in range(processes)]
-        self._free = asyncio.Semaphore(processes * at_once)
+        self.free = Gate(processes * at_once)
+        """The places of calls. A caller takes one on the loop of its episode, whose clock stands still meanwhile."""
         self._failing = set[int]()
         """The seeds of the episodes whose calls have failed since a call succeeded."""
         self._refused, self._not_before = "", 0.0
@@ -284,28 +286,27 @@ class Hosts:
     async def call(self, tool: str, arguments: Mapping[str, Any], episode: Mapping[str, Any]) -> Outcome:
         """Call a tool, once more in another process if the first fails. Raises `ToolsBroken`."""
         why = ""
-        async with self._free:
-            place = min(self._places, key=lambda one: one.under_way)
-            place.under_way += 1
-            try:
-                for _ in range(_TRIES):
-                    host = await self._host(place)
-                    try:
-                        found = await host.call(tool, arguments, episode)
-                    except _Lost as error:
-                        why = str(error)
-                        await self._replace(place, host)
-                        if self._remembers:
-                            raise ToolsBroken(f"{self.order.name} was lost in a call of {tool!r}: {why}") from error
-                        continue
-                    if found is not None:
-                        self._failing.clear()
-                        return found
-                    why = f"it did not answer within {self.order.call_seconds:g} s"
-                    if self._remembers:  # a second call might act a second time
-                        break
-            finally:
-                place.under_way -= 1
+        place = min(self._places, key=lambda one: one.under_way)
+        place.under_way += 1
+        try:
+            for _ in range(_TRIES):
+                host = await self._host(place)
+                try:
+                    found = await host.call(tool, arguments, episode)
+                except _Lost as error:
+                    why = str(error)
+                    await self._replace(place, host)
+                    if self._remembers:
+                        raise ToolsBroken(f"{self.order.name} was lost in a call of {tool!r}: {why}") from error
+                    continue
+                if found is not None:
+                    self._failing.clear()
+                    return found
+                why = f"it did not answer within {self.order.call_seconds:g} s"
+                if self._remembers:  # a second call might act a second time
+                    break
+        finally:
+            place.under_way -= 1
         self._failing.add(int(episode["seed"]))
         if len(self._failing) >= _MOST_IN_A_ROW:
             raise ToolsBroken(

@@ -158,9 +158,9 @@ class _Functions:
         hosts = self._waiting if described["waits"] else self._working
         if not described["keeps"]:
             stateless = {**playing.episode, "data": {}, "state": {}}
-            return await self._thread.call(lambda: hosts.call(tool, arguments, stateless))
+            return await _called(self._thread, hosts, tool, arguments, stateless)
         async with playing.turn:
-            outcome = await self._thread.call(lambda: hosts.call(tool, arguments, playing.episode))
+            outcome = await _called(self._thread, hosts, tool, arguments, playing.episode)
             if outcome.state is not None:
                 playing.episode["state"] = dict(outcome.state)
             return outcome
@@ -242,7 +242,7 @@ class _Mcp:
 
     async def call(self, tool: str, arguments: Mapping[str, Any], playing: Playing) -> Outcome:
         hosts = await self._of_episode(playing) if self._config.each_episode else self._shared
-        return await self._thread.call(lambda: hosts.call(tool, arguments, {"seed": playing.episode["seed"]}))
+        return await _called(self._thread, hosts, tool, arguments, {"seed": playing.episode["seed"]})
 
     async def _of_episode(self, playing: Playing) -> Hosts:
         """Return the connection of an episode, which its first call opens."""
@@ -264,6 +264,13 @@ class _Mcp:
     def close(self) -> None:
         for hosts in (self._shared, *self._own):
             self._thread.run(hosts.close)
+
+
+async def _called(
+    thread: ToolThread, hosts: Hosts, tool: str, arguments: Mapping[str, Any], episode: Mapping[str, Any]
+) -> Outcome:
+    async with hosts.free.place():
+        return await thread.call(lambda: hosts.call(tool, arguments, episode))
 
 
 def _named_once(tools: list[Tool]) -> list[Tool]:
