@@ -156,6 +156,40 @@ def test_a_game_ends_with_too_many_illegal_actions():
     assert (rewards["illegal"], rewards["turns"]) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "settings", "success"),
+    [
+        (["fly"] * 3, {"id": "MountainCar-v0"}, 0),
+        (["1"] * 2, {"id": "MountainCar-v0", "turns": 2}, 0),
+        (["fly"] * 3, {"id": "CliffWalking-v1", "success_return": -20}, 0),
+        (["up", *["right"] * 11, "down"], {"id": "CliffWalking-v1", "success_return": -20}, 1),
+        (["1"] * 2, {"id": "MountainCar-v0", "options": {"max_episode_steps": 2}}, 1),
+        (["0", "1"], {"id": "CartPole-v1", "turns": 2, "success_return": 2}, 1),
+    ],
+)
+def test_a_game_that_is_broken_off_is_no_success_by_the_steps_that_it_did_not_pay_for(words, settings, success):
+    assert played(words, **settings)[0]["success"] == success
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"id": "CliffWalking-v1"}, True),
+        ({"id": "MountainCar-v0"}, True),
+        ({"id": "FrozenLake-v1"}, False),
+        ({"id": "Taxi-v4", "illegal_weight": -100.0}, False),
+        ({"id": "Taxi-v4", "return_weight": 0.0, "success_weight": 1.0}, False),
+    ],
+)
+def test_a_game_that_is_worth_most_unplayed_is_warned_of(settings, warned, caplog):
+    environment = Gymnasium(config(**settings))
+    try:
+        environment.tasks("test")
+    finally:
+        environment.close()
+    assert ("3 illegal actions are worth more than a good game" in caplog.text) is warned
+
+
 def test_games_of_a_seed_are_equal_and_splits_have_other_seeds():
     found = []
     for _ in range(2):

@@ -56,7 +56,7 @@ class GymnasiumConfig:
     success_return: float | None = field(default=None, validator=validators.optional(between(-FACTOR, FACTOR)))
     """The return from which an episode is a success. None: the environment's own `is_success` or `success`; else, in
     CliffWalking and Taxi, that the game came to its end; else the return at which the environment is registered as
-    solved; else a return above 0."""
+    solved; else a return above 0. Where it is not above 0, the game must also have come to its end."""
     seed: int = field(default=0, validator=between(0, SEED))
     """Seed of the tasks. Another seed gives other tasks."""
     train_tasks: int = field(default=1_000_000, validator=between(1, RECORDS))

@@ -12,6 +12,7 @@ of infrastructure: the episodes are played again. The driver does not import Gym
 import asyncio
 import functools
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
@@ -32,6 +33,8 @@ from whet_env_gymnasium.known import known
 from whet_sandbox.open import open_sandbox, why_not
 from whet_sandbox.sandbox import ProgramEnded
 from whet_sandbox.served import Served, ended, is_installed, with_installed
+
+logger = logging.getLogger(__name__)
 
 _KEPT: Final = 4096
 _SEEDS: Final = 1 << 31
@@ -118,7 +121,10 @@ class Gymnasium:
             return bool(last.get("terminated"))
         if wanted is None:
             wanted = self._facts["threshold"]
-        return total > 0 if wanted is None else total >= wanted
+        if wanted is None:
+            return total > 0
+        # a game that was broken off has not paid for the steps that it lacks
+        return total >= wanted and (wanted > 0 or bool(last.get("ended")))
 
     def _learn(self) -> None:
         """Request the facts about the environment, once."""
@@ -129,6 +135,18 @@ class Gymnasium:
             words = self._config.actions or (self._known.actions if self._known else ())
             self._actions = actions_of(facts, words)
             self._facts = facts
+            self._warn_of_costly_steps()
+
+    def _warn_of_costly_steps(self) -> None:
+        """Warn where no play is worth more than a good game: steps cost reward, and nothing else counts."""
+        config = self._config
+        costly = (self._known is not None and self._known.ends_well) or (self._facts["threshold"] or 0) < 0
+        if costly and config.return_weight > 0 and config.illegal_weight >= 0:
+            logger.warning(
+                f"{config.id}: steps cost reward, so {config.illegal_actions} illegal actions are worth more than a "
+                "good game; train on success (`return_weight: 0, success_weight: 1`), or set an `illegal_weight` that "
+                "costs more than a game"
+            )
 
     def _task(self, split: str, index: int) -> Task:
         config = self._config
