@@ -54,6 +54,8 @@ def played(environment: Code, *texts: str) -> tuple[dict[str, float], FakeModel]
         ("```py\ndef square(n): return n ** 2\n```\nFor instance:\n```python\nprint(square(2))\n```", 1.0),
         ("```python\ndef square(n): return n ** 2", 1.0),  # cut by its length behind the program
         ("```python\ndef square(n): return n ** 2\n```\nNo:\n```python\ndef square(n): return 0\n```", 0.0),
+        ("````python\ndef square(n): return n ** 2\n````", 1.0),
+        ("````python\ndef square(n):\n    '''\n```\n    '''\n    return n ** 2\n`````", 1.0),
         ("```bash\necho 9\n```", 0.0),
         ("I do not know.", 0.0),
         ("", 0.0),

@@ -8,7 +8,7 @@ import re
 from attrs import frozen
 
 # possessive: a long line of spaces or letters before a backtick would otherwise take quadratic time
-_FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*+([\w+-]*+)[^\n`]*+$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}+)[ \t]*+([\w+-]*+)[^\n`]*+$", re.MULTILINE)
 _LANGUAGES = ("python", "py", "python3", "")
 LONGEST = 1 << 18
 """Most characters of a response that are searched; a longer one has no program."""
@@ -23,18 +23,20 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a text. A last block that is not closed counts, too."""
+    """Return the fenced blocks of a text. A fence is closed by one of as many backquotes, or more. A last block that is
+    not closed counts, too.
+    """
     if len(text) > LONGEST:
         return []
     found, begun = list[Block](), None
     for fence in _FENCE.finditer(text):
         if begun is None:
             begun = fence
-        elif not fence[1]:
-            found.append(Block(begun[1].lower(), text[begun.end() + 1 : fence.start()]))
+        elif not fence[2] and len(fence[1]) >= len(begun[1]):
+            found.append(Block(begun[2].lower(), text[begun.end() + 1 : fence.start()]))
             begun = None
     if begun is not None:
-        found.append(Block(begun[1].lower(), text[begun.end() + 1 :]))
+        found.append(Block(begun[2].lower(), text[begun.end() + 1 :]))
     return found
 
 
