@@ -66,6 +66,12 @@ def test_the_program_is_found_in_the_response(tmp_path: Path, text: str, correct
     assert played(made(tmp_path, SQUARE), text)[0] == {"correct": correct}
 
 
+@pytest.mark.parametrize("head", ["def square(n):\n", "import math\ndef square(n):\n    # Return the square.\n"])
+def test_a_head_without_a_body_is_continued_or_repeated(tmp_path: Path, head: str) -> None:
+    for text in ("    return n * n\n", "```python\ndef square(n):\n    return n * n\n```"):
+        assert played(made(tmp_path, {**SQUARE, "prompt": head}), text)[0] == {"correct": 1.0}
+
+
 def test_a_block_is_found_in_linear_time() -> None:
     assert blocks("```\n" * 60_000)
     assert program_in("\n```python " * 100_000, "", "f") == ""

@@ -22,7 +22,7 @@ from whet_data.readers import Row
 from whet_data.tasks import load_tasks, split_file
 from whet_env_code.config import CodeConfig
 from whet_env_code.grading import Grader, Verdict
-from whet_env_code.responses import defines, program_in, tool_call
+from whet_env_code.responses import defines, program_in, tool_call, whole
 from whet_sandbox.interpreter import Interpreter
 from whet_sandbox.open import open_sandbox
 from whet_sandbox.sandbox import Sandbox
@@ -132,9 +132,9 @@ class Code:
         async def grade(row: Row) -> str:
             task, solution = self._task(row), str(row.record.get(self._config.solution) or "")
             before, name = task.data["before"], task.data["name"]
-            whole = f"{before}\n\n{solution}" if name and defines(solution, name) else before + solution
+            program = whole(before, solution) if name and defines(solution, name) else before + solution
             return (
-                (await self._verdict(whole, task)).reason
+                (await self._verdict(program, task)).reason
                 if solution
                 else f"there is no field {self._config.solution!r}"
             )

@@ -1,9 +1,11 @@
 """Find the program in what a model wrote.
 
-The text is hostile: it is searched in time linear in its length, and never parsed.
+The text is hostile: it is searched in time linear in its length, and never parsed. What a record has before it is.
 """
 
+import ast
 import re
+import warnings
 
 from attrs import frozen
 
@@ -56,8 +58,26 @@ def program_in(text: str, before: str, name: str) -> str:
     codes = [block.code for block in blocks(text) if block.language in _LANGUAGES]
     defining = [code for code in codes if defines(code, name)] if name else []
     if defining:
-        return f"{before}\n\n{defining[-1]}" if before else defining[-1]
+        return whole(before, defining[-1])
     return before + codes[-1] if codes else ""
+
+
+def whole(before: str, code: str) -> str:
+    """Return the program of a beginning and of code that defines the function itself."""
+    return f"{before}{ending(before) or ''}\n\n{code}" if before else code
+
+
+def ending(before: str) -> str | None:
+    """Return what makes a beginning whole: nothing, or a body for the function at its end. None: it is no Python."""
+    for end in ("", "\n    pass\n", "\n        pass\n"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse(before + end)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        return end
+    return None
 
 
 def defines(code: str, name: str) -> bool:
