@@ -151,6 +151,29 @@ def test_lists_of_asserts_are_tests_too(tmp_path: Path) -> None:
     assert played(made(tmp_path, record, **settings), "```python\ndef largest(x): return 3\n```")[0]["correct"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings", "program"),
+    [
+        ({"test": ["assert add(1, 2) == 3"]}, {}, "def add(a, b): return a + b"),
+        ({"io": {"inputs": ["1 2"], "outputs": ["3"]}}, {"cases": "io"}, "print(sum(map(int, input().split())))"),
+    ],
+)
+def test_a_question_in_words_is_no_beginning_of_a_program(
+    tmp_path: Path, fields: dict[str, Any], settings: dict[str, Any], program: str
+) -> None:
+    record = {"prompt": "Write a function to add two numbers.", **fields}
+    assert played(made(tmp_path, record, **settings), f"```python\n{program}\n```")[0] == {"correct": 1.0}
+
+
+def test_a_beginning_of_a_program_needs_no_entry_point(tmp_path: Path) -> None:
+    for before in ("from math import floor\n", "from math import floor\ndef helper(n):\n"):
+        environment = made(tmp_path, {"prompt": before, "test": "assert square(3) == 9"})
+        assert environment.tasks("test")[0].data["before"] == before
+        environment.close()
+    record = {"prompt": "from math import floor\n", "test": "assert square(3) == 9"}
+    assert played(made(tmp_path, record), "def square(n): return floor(n * n)")[0] == {"correct": 1.0}
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_programs_that_read_stdin_are_graded_by_cases(tmp_path: Path, packed: bool) -> None:
     cases: Any = {"inputs": ["2 3", "1 1"], "outputs": ["5", "2"]}

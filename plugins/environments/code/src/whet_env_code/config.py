@@ -27,7 +27,7 @@ class CodeConfig:
     """The field with the task."""
     before: str = "prompt"
     """The field with the beginning of the program: imports and the head of the function, as in HumanEval. A response
-    may repeat or continue it. Empty: none."""
+    may repeat or continue it. A question in words is left out. Empty: none."""
     tests: str = "test"
     """The field with the tests: code with `assert` and, where it has one, a function `check(candidate)`; or a list of
     lines of code."""

@@ -22,7 +22,7 @@ from whet_data.readers import Row
 from whet_data.tasks import load_tasks, split_file
 from whet_env_code.config import CodeConfig
 from whet_env_code.grading import Grader, Verdict
-from whet_env_code.responses import defines, program_in, tool_call, whole
+from whet_env_code.responses import defines, ending, program_in, tool_call, whole
 from whet_sandbox.interpreter import Interpreter
 from whet_sandbox.open import open_sandbox
 from whet_sandbox.sandbox import Sandbox
@@ -117,7 +117,7 @@ class Code:
             "setup": str(row.record.get(config.setup) or "") if config.setup else "",
             "name": name, "tests": tests, "cases": cases,
         }  # fmt: skip
-        if data["before"] and name and not defines(data["before"], name):
+        if data["before"] and (not defines(data["before"], name) if name else ending(data["before"]) is None):
             data["before"] = ""  # it is a question in words
         text = filled(config.prompt, {"question": asked})
         if config.turns > 1:
