@@ -14,7 +14,9 @@ from whet_sandbox.boxed import last_boxed
 
 _LONGEST: Final = 10_000
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
-_NUMBER: Final = re.compile(r"[-+]?\d{1,40}(?:\.\d{1,40})?", re.ASCII)
+_NUMBER: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,13}|\d{1,40})(?:\.\d{1,40})?", re.ASCII)
+_POWER: Final = re.compile(r"[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
+"""Raised digits and signs, which NFKC takes for plain ones."""
 _MARK: Final = re.compile("answer:", re.IGNORECASE)
 
 
@@ -36,12 +38,12 @@ def is_right(answer: str | None, gold: Iterable[str]) -> bool:
 
 def canonical(answer: str) -> str:
     """Return an answer in the form in which answers are compared."""
-    plain = answer.strip().strip("$").replace(",", "").removesuffix(".")
+    plain = answer.strip().strip("$").removesuffix(".")
     if _NUMBER.fullmatch(plain):
-        whole, _, part = plain.lstrip("+").partition(".")
+        whole, _, part = plain.replace(",", "").lstrip("+").partition(".")
         sign, digits, part = whole[:1].strip("0123456789"), whole.lstrip("-0") or "0", part.rstrip("0")
         return f"{sign if (digits, part) != ('0', '') else ''}{digits}{'.' if part else ''}{part}"
-    lower = unicodedata.normalize("NFKC", answer[:_LONGEST]).lower()
+    lower = unicodedata.normalize("NFKC", _POWER.sub(r"^\g<0>", answer[:_LONGEST])).lower()
     # next to digits, a sign changes the meaning: 9! is not 9, and 1/2 is not 12
     dropped = ",\"'" if any(map(str.isdigit, lower)) else ""
     if dropped:
