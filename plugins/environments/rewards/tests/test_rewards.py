@@ -343,6 +343,17 @@ def test_the_last_fenced_block_is_read() -> None:
     assert fenced('{"a": 1}') == '{"a": 1}'
 
 
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_backquotes_in_the_text_of_json_are_no_fence(line_end: str) -> None:
+    text = json.dumps({"markdown": "```py\nx\n```", "more": "use ```x``` here"})
+    assert fenced(text) == text
+    for ticks in ("```", "````"):
+        lines = ("Here:", f"{ticks}json", text, ticks, "and ```so``` on")
+        assert json.loads(fenced(line_end.join(lines))) == json.loads(text)
+    assert fenced("````\n```\n1\n```\n````") == "```\n1\n```\n"
+    assert fenced("```\n1") == "```\n1"
+
+
 def test_a_pattern_that_never_ends_is_ended() -> None:
     slow = {"type": "string", "pattern": "^(a+)+$"}
     reward = make(use="json-schema", schema=slow, timeout_seconds=0.3, parsed=0.25)

@@ -210,7 +210,7 @@ class JsonSchemaConfig:
     schema_key: str = field(default="", validator=_one_schema)
     """Instead of `schema`: the key of the task's data with the schema, as text or as an object."""
     fenced: bool = True
-    """Whether the last block between lines of three backquotes is read, if there is one."""
+    """Whether the last block between lines of three or more backquotes is read, if there is one."""
     parsed: float = field(default=0.0, validator=between(0, 1))
     """The reward of JSON that does not fit the schema."""
     graders: int = field(default=1, validator=between(1, PROCESSES))

@@ -4,6 +4,7 @@ A schema may have patterns, and a text of the model may make them slow; JSON may
 """
 
 import json
+import re
 from typing import Any
 
 from whet.errors import EpisodeError
@@ -11,7 +12,7 @@ from whet_data.finished import Finished
 from whet_env_rewards.config import JsonSchemaConfig
 from whet_sandbox.pool import GraderPool
 
-FENCE = "```"
+_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}+)([^`\n]*+)$", re.MULTILINE)
 LONGEST = 1 << 20
 """A longer response is not read."""
 
@@ -46,13 +47,17 @@ class JsonSchema:
 
 
 def fenced(text: str) -> str:
-    """Return the content of the last block between fences, or the whole text where there is none."""
-    before, closing, _ = text.rpartition(FENCE)
-    _, opening, block = before.rpartition(FENCE)
-    if not (closing and opening):
-        return text
-    first, line, rest = block.partition("\n")
-    return rest if line and first.strip().isalnum() else block
+    """Return the content of the last block between fences, or the whole text where there is none.
+
+    A fence is a line, so no line of a JSON text is one: its texts have no line ends.
+    """
+    found, begun = text, None
+    for fence in _FENCE.finditer(text):
+        if begun is None:
+            begun = fence
+        elif len(fence[1]) >= len(begun[1]) and not fence[2].strip():
+            found, begun = text[begun.end() + 1 : fence.start()], None
+    return found
 
 
 def fits(text: str, schema: str) -> str:
