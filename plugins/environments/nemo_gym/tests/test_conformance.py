@@ -150,6 +150,18 @@ def test_a_record_that_the_server_does_not_take_is_named(server: CounterServer, 
             "wanted letters, digits and underscores",
         ),
         ({"responses_create_params": {"input": [{"role": "user", "content": [{"type": "x"}]}]}}, "wanted text"),
+        ({"responses_create_params": {"input": 5}}, "`input` is 5, wanted text or a list"),
+        ({"responses_create_params": {"input": None}}, "`input` is None, wanted text or a list"),
+        ({"responses_create_params": {"input": "Hi", "tools": 5}}, "`tools` is 5, wanted a list"),
+        ({"responses_create_params": {"input": [{"role": ["user"], "content": "x"}]}}, "wanted messages, calls"),
+        (
+            {"responses_create_params": {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}},
+            "without 'call_id'",
+        ),
+        (
+            {"responses_create_params": {"input": [{"type": "function_call_output", "call_id": "1"}]}},
+            "without 'output'",
+        ),
     ],
 )
 def test_a_record_that_is_none_is_named_with_its_line(

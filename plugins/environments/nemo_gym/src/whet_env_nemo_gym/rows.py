@@ -23,6 +23,8 @@ def parameters(record: Mapping[str, Any]) -> Mapping[str, Any]:
             f"the field 'responses_create_params' has no `input`; the record has {list(record)!r:.120}; wanted a "
             "record of NeMo Gym"
         )
+    if not isinstance(found["input"], str | list):
+        raise DataError(f"the `input` is {found['input']!r:.120}, wanted text or a list of messages")
     return found
 
 
@@ -55,6 +57,8 @@ def opening(system: str, items: Any) -> Conversation:
 
 def tools_of(given: Any) -> Tools:
     """Return the tools of a record as chat templates take them. Raises `DataError`."""
+    if not isinstance(given, list | None):
+        raise DataError(f"`tools` is {given!r:.120}, wanted a list of functions")
     return tuple(
         json.dumps({"type": "function", "function": _function(one)}, ensure_ascii=False) for one in given or ()
     )
@@ -111,12 +115,16 @@ def _function(given: Any) -> dict[str, Any]:
 
 def _message(item: Any) -> Message:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
-    if kind == "message" and item.get("role") in _ROLES:
-        return Message(_ROLES[item["role"]], _text(item.get("content")))
-    if kind == "function_call":
-        return Message("assistant", "", calls=(Call(str(item["call_id"]), str(item["name"]), str(item["arguments"])),))
-    if kind == "function_call_output":
-        return Message("tool", str(item["output"]), answers=str(item["call_id"]))
+    if kind == "message" and (role := _ROLES.get(str(item.get("role")))):
+        return Message(role, _text(item.get("content")))
+    try:
+        if kind == "function_call":
+            call = Call(str(item["call_id"]), str(item["name"]), str(item["arguments"]))
+            return Message("assistant", "", calls=(call,))
+        if kind == "function_call_output":
+            return Message("tool", str(item["output"]), answers=str(item["call_id"]))
+    except KeyError as error:
+        raise DataError(f"the input has {item!r:.120} without {error}") from error
     raise DataError(f"the input has {item!r:.120}, wanted messages, calls and their results")
 
 
