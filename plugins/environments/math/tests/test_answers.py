@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from whet_env_math.answers import given_answer, gold_answer, is_bomb, normal_answer, plain_number
+from whet_env_math.answers import given_answer, gold_answer, is_bomb, normal_answer, plain_amount, plain_number
 from whet_testing.hostile import HOSTILE_ANSWERS
 
 
@@ -75,6 +75,20 @@ def test_ordinary_answers_are_no_bombs(answer):
 )
 def test_plain_numbers_are_read_and_nothing_else(text, number):
     assert plain_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18 dollars", 18), ("12 months", 12), ("1 point", 1), ("4 square feet", 4), ("3 pairs of baths", 3),
+        ("7 dozens of eggs", 7), ("3 fourths", None), ("3 eggs fourths", None),
+        ("2 elevenths", None), ("3 sixteenths", None), ("2 twentieths", None), ("5 point five", None),
+        ("8 choose three", None), ("10 base two", None), ("101 binary", None), ("7 remainder three", None),
+        ("6 doubled", None), ("5 double", None), ("5 divided", None), ("9 negative", None), ("18 per cent", None),
+    ],
+)  # fmt: skip
+def test_words_after_a_number_are_a_unit_unless_they_change_it(text, number):
+    assert plain_amount(text) == number
 
 
 def test_hostile_answers_cost_no_time():

@@ -26,10 +26,17 @@ ADJACENT = re.compile(r"(?<![_^\d])(?<!frac)(?<!frac\s)\d+(?:\s|~|\\[,;:! ]|\\q?
 MAGNITUDE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
 """A word that multiplies, which math-verify takes for a unit."""
 _NO_UNIT = (
-    "or|and|to|not|than|less|plus|minus|times|over|mod|percent|pi|squared|cubed|factorial|half|halves|thirds?|quarters?|"
-    "(?:fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)ths?|roots?|sqrt|below|"
-    "hundreds?|thousands?|millions?|billions?|trillions?"
+    "or|and|to|not|than|less|plus|minus|times|over|mod|percent|per\\s+(?:cent|mille)|pi|squared|cubed|factorial|half|"
+    "halves|thirds?|quarters?|"
+    "(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)tie|hundred|thousand|million|billion|trillion)ths?|"
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
+    "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|"
+    "hundreds?|thousands?|millions?|billions?|trillions?|"
+    "doubled?|tripled?|halved|multiplied|divided|raised|negative|negated|inverse|inverted|reciprocal|"
+    "choose|base|binary|octal|hex|hexadecimal|remainder|roots?|sqrt|below"
 )
+"""Words after a number that change its value."""
 _WORD = "(?:[a-z]{3,20}|km|cm|mm|kg|mg|ml|ft|mi|oz|lbs?|hrs?|in|of)"
 UNIT = re.compile(rf"((?:\\?\$)?-?[\d,.]+)(?:\s+(?!(?:{_NO_UNIT})\b){_WORD}\b){{1,4}}\.?", re.ASCII | re.IGNORECASE)
 """A number and a few words: `18 dollars`, `1,450 miles per hour`."""
