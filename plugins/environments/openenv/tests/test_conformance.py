@@ -9,6 +9,7 @@ import pytest
 from whet.data.records import Reply, Task
 from whet.errors import ConfigError, InfrastructureError
 from whet.rollout.gate import Gate
+from whet_env_openenv.actions import ActionFormat, InvalidAction
 from whet_env_openenv.config import OpenEnvConfig
 from whet_env_openenv.environment import OpenEnv
 from whet_testing.contracts.component import ComponentContract
@@ -114,6 +115,24 @@ def test_actions_of_several_fields_are_json(server: GuessServer) -> None:
 @pytest.mark.parametrize("text", ['{"number": NaN}', "{" * 50_000, '{"a":' * 50_000 + "}", "[1]", "}{", ""])
 def test_json_of_a_model_that_is_none_is_invalid(server: GuessServer, text: str) -> None:
     assert played(server, [text], within="response", action="json", turns=1)[0]["invalid"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("integer", " 5 ", 5), ("integer", "-07", -7), ("integer", "0" * 63 + "7 and more", None),
+        ("integer", "1_0", None), ("integer", "\uff17", None), ("integer", "7.0", None), ("integer", "", None),
+        ("number", "-1.5e-3", -0.0015), ("number", ".5", 0.5), ("number", "3.", 3.0), ("number", "1_0", None),
+        ("number", "nan", None), ("number", "1e999", None), ("number", "0" * 63 + "7 and more", None),
+    ],
+)  # fmt: skip
+def test_a_number_is_an_action_only_as_a_whole(kind: str, text: str, value: float | None) -> None:
+    actions = ActionFormat("tag", {"properties": {"n": {"type": kind}}}, "n")
+    if value is None:
+        with pytest.raises(InvalidAction, match=f"n must be of the type {kind}"):
+            actions.action(f"<action>{text}</action>")
+    else:
+        assert actions.action(f"<action>{text}</action>") == {"n": value}
 
 
 def test_full_context_ends_the_episode_with_its_rewards(server: GuessServer) -> None:

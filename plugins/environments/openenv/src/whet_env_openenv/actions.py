@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from whet_env_openenv.config import OpenEnvConfig
 SCALARS = ("string", "integer", "number", "boolean")
 LONGEST_SCHEMA = 16_384
 """Characters. A longer schema is not shown to the model whole."""
+_INTEGER = re.compile(r"[-+]?\d{1,64}", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(?:\d{1,64}(?:\.\d{0,64})?|\.\d{1,64})(?:[eE][-+]?\d{1,4})?", re.ASCII)
 OPENING, CLOSING = "<action>", "</action>"
 
 
@@ -53,9 +56,9 @@ class ActionFormat:
     def _value(self, text: str) -> Any:
         kind = _kind(self.schema["properties"][self.field])
         try:
-            if kind == "integer":
-                return int(text[:64])
-            if kind == "number" and math.isfinite(value := float(text[:64])):
+            if kind == "integer" and _INTEGER.fullmatch(text):
+                return int(text)
+            if kind == "number" and _NUMBER.fullmatch(text) and math.isfinite(value := float(text)):
                 return value
             if kind == "boolean":
                 return {"true": True, "false": False}[text.lower()]
