@@ -1,3 +1,4 @@
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -115,6 +116,12 @@ def test_plain_numbers_come_in_order_of_name() -> None:
 
 def test_a_number_that_is_not_finite_stays_visible() -> None:
     assert math.isnan(reduce(Metric.merge, [mean(1.0), mean(math.nan), mean(2.0)]).number())
+
+
+@pytest.mark.parametrize("make", [largest, smallest])
+@pytest.mark.parametrize("values", [*itertools.permutations((1.0, math.nan, 2.0))])
+def test_a_nan_is_kept_in_any_order(make: Callable[[float], Metric], values: tuple[float, ...]) -> None:
+    assert math.isnan(reduce(Metric.merge, map(make, values)).number())
 
 
 def test_tensors_become_floats() -> None:

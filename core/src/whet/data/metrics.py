@@ -30,8 +30,8 @@ class Metric:
             return Metric(self.kind, self.value + other.value, self.count + other.count, self.edges)
         if self.kind == "sum":
             return Metric("sum", self.value + other.value)
-        pick = max if self.kind == "max" else min
-        return Metric(self.kind, pick(self.value, other.value))
+        pick = max if self.kind == "max" else min  # which keeps a NaN only where it is first
+        return other if other.value != other.value else Metric(self.kind, pick(self.value, other.value))
 
     def number(self) -> float:
         """Return the plain number. The mean of nothing is 0. A histogram's number is its count."""
