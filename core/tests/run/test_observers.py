@@ -67,6 +67,30 @@ def test_a_logger_with_a_part_of_a_state_is_refused(tmp_path):
         Observers(new_manager(), RunFolder(tmp_path)).add("charts", Forgetful())
 
 
+class Counting(Notes):
+    """A logger whose state is the number of its steps."""
+
+    def state(self):
+        return {"steps": len(self.seen)}
+
+    def load(self, state):
+        self.seen = [None] * state["steps"]
+
+
+def test_a_state_finds_its_logger_when_others_come_and_go(tmp_path, caplog):
+    before, after = (Observers(new_manager(), RunFolder(tmp_path)) for _ in range(2))
+    for name, logger in (("console", Notes()), ("ema", Counting()), ("ema", Counting()), ("gone", Counting())):
+        before.add(name, logger)
+    before.log(1, {})
+    first, second = Counting(), Counting()
+    for name, logger in (("ema", first), ("console", Notes()), ("ema", second)):
+        after.add(name, logger)
+    after.load(before.state())
+    assert (first.state(), second.state()) == ({"steps": 1}, {"steps": 1})
+    (warning,) = caplog.messages
+    assert warning.startswith("the checkpoint has a state of the logger gone-0, and the run has no such logger")
+
+
 def test_a_logger_or_hook_that_is_async_is_a_failing_one(tmp_path, caplog):
     class Async(Notes):
         async def log(self, step, metrics): ...
@@ -184,7 +208,7 @@ def test_a_logger_that_fails_at_an_event_is_dropped_and_the_others_see_that(tmp_
         observers.add(name, logger)
     folder.journal("saved", step=1)
     observers.log(1, {"loss": 0.5})
-    assert [event.details.get("who", "") for event in good.seen[:-1]] == ["", "logger bad-0", "logger worse-2"]
+    assert [event.details.get("who", "") for event in good.seen[:-1]] == ["", "logger bad-0", "logger worse-0"]
     assert good.seen[-1] == (1, {"loss": 0.5})
     assert [row["event"] for row in read_rows(tmp_path / "journal.jsonl")].count("watcher failed") == 2
 

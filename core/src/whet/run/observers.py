@@ -59,7 +59,8 @@ class Observers:
         if logger is None:
             raise PluginError(f"the function that builds the logger {name!r} returned None; return the logger")
         has_state(logger, f"logger {name!r}")
-        self._loggers[f"{name}-{len(self._loggers)}"] = logger
+        number = sum(key.rpartition("-")[0] == name for key in self._loggers)
+        self._loggers[f"{name}-{number}"] = logger
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send a finished step's metrics to loggers and hooks."""
@@ -88,7 +89,9 @@ class Observers:
         return found
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the states of the loggers from a checkpoint."""
+        """Restore the states of the loggers from a checkpoint. Log a warning for each that belongs to none."""
+        for name in sorted(saved.keys() - self._loggers.keys()):
+            log.warning("the checkpoint has a state of the logger %s, and the run has no such logger", name)
         self._each(lambda name, logger: load_states({name: logger}, saved))
 
     def close(self) -> None:
