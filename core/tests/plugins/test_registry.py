@@ -289,9 +289,26 @@ class Mistaken:
     def whet_step_finished(self, metric: Any) -> None: ...
 
 
+class Static:
+    @staticmethod
+    def whet_step_finished(step: int) -> None: ...
+
+
+class OfClass:
+    @classmethod
+    def whet_step_finished(cls, step: int) -> None: ...
+
+
+class Idle:
+    def step_finished(self, step: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("hooks", "words"),
-    [(Late, "its whet_check_config is never called: plugins are asked before a run builds the object"),
+    [(Static, "its function whet_step_finished is not marked with @whet.hookimpl"),
+     (OfClass, "its function whet_step_finished is not marked with @whet.hookimpl"),
+     (Idle, "its class Idle has no function marked with @whet.hookimpl"),
+     (Late, "its whet_check_config is never called: plugins are asked before a run builds the object"),
      (Mistaken, r"its hook 'whet_step_finished': Argument\(s\) {'metric'} are declared")],
 )  # fmt: skip
 def test_an_object_whose_hook_cannot_be_called_is_refused_by_its_name(hooks: Any, words: str) -> None:

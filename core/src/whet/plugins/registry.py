@@ -317,9 +317,12 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: Any, whose: str) -> None
             )
     for name in (name for name in dir(plugin) if name.startswith("whet_")):
         value = inspect.getattr_static(plugin, name)
+        value = getattr(value, "__func__", value)  # of a static method or a class method
         is_own = inspect.isfunction(value) and (not inspect.ismodule(plugin) or value.__module__ == plugin.__name__)
         if is_own and not hasattr(value, "whet_impl"):
             raise PluginError(f"{whose} function {name} is not marked with @whet.hookimpl, so it would never be called")
+    if whose != "its" and not manager.get_hookcallers(plugin):
+        raise PluginError(f"{whose} class {type(plugin).__name__} has no function marked with @whet.hookimpl")
 
 
 def _items(given: object, wanted: type, optional: bool) -> list[Any]:
