@@ -49,6 +49,26 @@ def test_the_newest_is_picked_and_old_ones_are_pruned(tmp_path):
     assert checkpoint.latest(run).step == 15
 
 
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(tmp_path):
+    run, moved = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    moved.mkdir()
+    for step in (5, 10):
+        write(run, step, {}, {"backend": save_weights})
+        (run.checkpoints / f"step-{step:06d}").rename(moved / str(step))
+        (run.checkpoints / f"step-{step:06d}").symlink_to(moved / str(step))
+    checkpoint.prune(run, 1)
+    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-000010"]
+    write(run, 10, {}, {"backend": save_weights})
+    assert not (run.checkpoints / "step-000010").is_symlink()
+    (run.checkpoints / "step-000020.partial").symlink_to(moved / "5")
+    write(run, 20, {}, {"backend": save_weights})
+    (run.checkpoints / "step-000030.partial").symlink_to(moved / "5")
+    run.rewind(20)
+    assert sorted(folder.name for folder in run.checkpoints.iterdir()) == ["step-000010", "step-000020"]
+    assert checkpoint.read(run.checkpoints / "step-000020").step == 20
+    assert all((moved / name / "backend" / "weights.bin").exists() for name in ("5", "10"))
+
+
 def test_a_failing_save_leaves_the_one_before(tmp_path):
     run = RunFolder(tmp_path)
     write(run, 5, {}, {"backend": save_weights})

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,11 @@ def _umask() -> int:
     found = os.umask(0o077)
     os.umask(found)
     return found
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder as far as possible; of a link, the link alone."""
+    folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.config.messages import choice_words
-from whet.data.files import disk_errors
+from whet.data.files import disk_errors, remove_folder
 from whet.errors import CheckpointError, WhetError, in_words
 from whet.run.run_folder import RunFolder
 
@@ -55,7 +55,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
     text = json.dumps({"step": step, **state})
     run.check_held()
     with disk_errors(partial):
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
         for name in saves:
             (partial / name).mkdir(parents=True)
 
@@ -73,7 +73,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
             for path in [*files, partial / MANIFEST, *folders, partial]:
                 _fsync(path)
             run.check_held()
-            shutil.rmtree(final, ignore_errors=True)
+            remove_folder(final)
             partial.rename(final)
             _fsync(run.checkpoints)
         return final
@@ -108,7 +108,7 @@ def prune(run: RunFolder, keep: int, best: "KeepBestSection | None" = None, befo
             partial = folder.with_name(folder.name + PARTIAL)  # a half-deleted one must not look damaged
             with suppress(OSError):
                 folder.rename(partial)
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_folder(partial)
 
 
 def ranking(run: RunFolder, best: "KeepBestSection") -> list[int]:

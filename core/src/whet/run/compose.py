@@ -3,7 +3,6 @@
 load YAML -> structure -> problems -> plan -> worker groups -> parts -> run -> close in reverse order
 """
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define, field, frozen
 
 from whet.config.sections import RunSection
-from whet.data.files import disk_errors
+from whet.data.files import disk_errors, remove_folder
 from whet.data.spans import Spans
 from whet.errors import WhetError, WorkerLost
 from whet.interfaces.algorithm import Parts
@@ -145,7 +144,7 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     backend.export(partial)
     with disk_errors(target):
         folder.check_held()
-        target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
+        remove_folder(target)
         partial.rename(target)
     folder.journal("exported", step=step)
 

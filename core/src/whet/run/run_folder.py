@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from attrs import evolve
 
-from whet.data.files import disk_errors, json_line, read_rows, reading, step_of
+from whet.data.files import disk_errors, json_line, read_rows, reading, remove_folder, step_of
 from whet.errors import CheckpointError
 from whet.interfaces.logger import Event
 from whet.runtime.watchdog import watchdog
@@ -234,7 +234,7 @@ class RunFolder:
                 if (step_of(file.name) or 0) > step and not file.is_dir():
                     file.unlink()
         for unfinished in self.checkpoints.glob("*.partial"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            remove_folder(unfinished)
 
     def _keep_rows(self, name: str, step: float) -> None:
         file = self.path / name
