@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -60,7 +59,7 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
             (partial / name).mkdir(parents=True)
 
     def complete() -> Path:
-        with _removed(partial):
+        with removed(run, partial):
             for wait in waits:
                 wait()
         run.check_held()
@@ -78,19 +77,19 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
             _fsync(run.checkpoints)
         return final
 
-    with _removed(partial):
+    with removed(run, partial):
         started = [save(partial / name) for name, save in saves.items()]
     waits = [wait for wait in started if callable(wait)]
     return complete
 
 
 @contextmanager
-def _removed(partial: Path) -> Iterator[None]:
-    """Remove the unfinished checkpoint if the body cannot save it: its files may be what fills the disk."""
+def removed(run: RunFolder, partial: Path) -> Iterator[None]:
+    """Remove what the body writes if it fails: these files may be what fills the disk."""
     try:
         yield
     except WhetError:
-        shutil.rmtree(partial, ignore_errors=True)
+        run.remove(str(partial.relative_to(run.path)))
         raise
 
 

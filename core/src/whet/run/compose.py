@@ -141,7 +141,8 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
         return
     target, partial = folder.path / "model", folder.path / "model.partial"
     folder.remove("model.partial")
-    backend.export(partial)
+    with checkpoint.removed(folder, partial):
+        backend.export(partial)
     with disk_errors(target):
         folder.check_held()
         remove_folder(target)
