@@ -52,6 +52,8 @@ def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "loss": 0.')
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    run.append("metrics.jsonl", [{"step": 3}, {"step": 4}])
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("options", "wanted"), [({}, 0o600), ({"private_records": False}, 0o644)])

@@ -161,8 +161,10 @@ class RunFolder:
         target = self.path / name
         with self._to_write(target):
             mode = 0o600 if self._private and name.startswith(PRIVATE) else 0o666
-            with open(target, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
+            with open(target, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
                 end = stream.tell()
+                if end and os.pread(stream.fileno(), 1, end - 1) != b"\n":
+                    left = b"\n" + left  # a kill cut the last row
                 try:
                     while left:
                         left = left[stream.write(left) :]
