@@ -56,6 +56,14 @@ def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_run_is_named_after_its_folder_however_it_is_written(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    paths = (".", "../mine", "inner/..", tmp_path / "mine", "../latest")
+    assert [RunFolder(path).name for path in paths] == ["mine"] * 4 + ["latest"]
+
+
 @pytest.mark.parametrize(("options", "wanted"), [({}, 0o600), ({"private_records": False}, 0o644)])
 def test_what_the_model_said_is_private_unless_it_is_to_be_shared(tmp_path, options, wanted):
     run = RunFolder(tmp_path, **options)

@@ -59,13 +59,13 @@ def begin(prepared: Prepared, attempt: Attempt) -> Begun:
     if not attempt.again:
         spans.add(prepared.spans)
     places, closers = prepared.plan.roles, attempt.closers
-    worker_groups = make_worker_groups(config.cluster, folder.path.name, places, prepared.roles, folder.logs, closers)
+    worker_groups = make_worker_groups(config.cluster, folder.name, places, prepared.roles, folder.logs, closers)
     stalls = StallMonitor(spans, folder.logs / "waits.log", config.cluster.deadlines.notice, worker_groups.cluster)
     closers.append(stalls.close)
     with spans.phase("run", "prepare"):
         inputs = read_inputs(prepared, folder, attempt.roles, spans, status, closers)
         run = open_run(prepared, folder, inputs.data, inputs.training, status, attempt.again)
-    info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config), run.total, run.done)
+    info = RunInfo(folder.path.resolve(), folder.name, unstructure(config), run.total, run.done)
     return Begun(worker_groups, stalls, inputs, run, info, startup)
 
 

@@ -43,6 +43,7 @@ class RunFolder:
     def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
         """`private_records`: only this user may read the files in `PRIVATE`; else the umask decides."""
         self.path = Path(path).expanduser()
+        self.name = os.path.basename(os.path.abspath(self.path))  # `run.folder: .` has one, too
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.scratch = self.path / "scratch"
         """For files that need not outlast the run."""
