@@ -192,6 +192,10 @@ def test_a_folder_that_cannot_be_written_is_named(good, tiny_model_folder, whet)
     inside = f"run.folder: is {file / 'run'}, and {file} is a file; choose another folder"
     for command in ("run", "check"):
         assert whet(command, good, f"run.folder={file / 'run'}").error.endswith(inside)
+    link = good.parent / "link"
+    link.symlink_to("nothing")
+    inside = f"run.folder: is {link / 'run'}, and {link} is a link to nothing; choose another folder"
+    assert whet("check", good, f"run.folder={link / 'run'}").error.endswith(inside)
     nowhere = "/proc/run"  # where even root makes no folder
     assert whet("run", good, f"run.folder={nowhere}").error.startswith(f"cannot write {nowhere}: ")
 

@@ -278,14 +278,16 @@ def _taken(folder: Path, selections: Mapping[str, Selection]) -> Iterator[Proble
 
 
 def _foreign(path: str) -> Iterator[Problem]:
-    """Yield what is wrong with a run folder: files that no run wrote, a file in its place, and `$`."""
+    """Yield what is wrong with a run folder: files that no run wrote, a file or a broken link in its place, and `$`."""
     folder = Path(path).expanduser().absolute()
     found = [name for name in WRITTEN_LATE if os.path.exists(folder / name)]  # a run writes its journal first
     if found and not any(os.path.exists(folder / name) for name in ("journal.jsonl", "identity.json")):
         words = f"is {folder}, which holds {', '.join(found)} of something else; choose another folder"
         yield Problem("run.folder", words)
-    if file := next((str(one) for one in (folder, *folder.parents) if os.path.isfile(one)), ""):
-        yield Problem("run.folder", f"is {folder}, and {file} is a file; choose another folder")
+    for one in (folder, *folder.parents):
+        if os.path.isfile(one) or (os.path.islink(one) and not os.path.exists(one)):
+            what = "a file" if os.path.isfile(one) else "a link to nothing"
+            yield Problem("run.folder", f"is {folder}, and {one} is {what}; choose another folder")
     if "$" in path:
         yield Problem("run.folder", f"is {path}; environment variables are not expanded, write the path")
 
