@@ -318,6 +318,12 @@ def test_an_object_whose_hook_cannot_be_called_is_refused_by_its_name(hooks: Any
     assert not any(isinstance(plugin, hooks) for plugin in manager.get_plugins())
 
 
+def test_a_plugin_that_offers_a_name_twice_is_asked_to_rename_one(install: Any) -> None:
+    install("whet-twice", {"twice_hooks": logger("same").replace("return [", "return 2 * [")})
+    with pytest.raises(PluginError, match=r"^the logger 'same' is offered by whet-twice twice; rename one of the two$"):
+        load_plugins().find("loggers", "same")
+
+
 def test_of_two_files_with_one_name_and_one_component_one_must_be_renamed(tmp_path: Path) -> None:
     registry = Registry()
     for folder in ("a", "b"):

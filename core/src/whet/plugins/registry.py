@@ -116,10 +116,12 @@ class Registry:
         if len(offers) == 1:
             return offers[0]
         if offers:
-            owners = " and ".join(sorted(offer.distribution for offer in offers))
+            among = sorted({offer.distribution for offer in offers})
             forms = sorted({f"`use: {offer.use}`" for offer in offers})
             advice = f"choose one by {' or '.join(forms)}" if len(forms) > 1 else "rename one of these files"
-            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; {advice}")
+            if len(among) == 1:
+                among, advice = [f"{among[0]} twice"], "rename one of the two"
+            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {' and '.join(among)}; {advice}")
         known = self._elsewhere(kind, short) or choice_words(name, self.offers(kind))
         owners = ", ".join(sorted(set(catalog().components.get(kind, {}).values()))) or "none is known"
         known = known or f"; no plugin that offers {a_kind(kind)} is installed; there are: {owners}"
