@@ -174,9 +174,7 @@ class _Structurer:
                 return self.refuse(at, f"wanted {len(arguments)} items, found {len(value)}")
             items = arguments
         before = len(self.problems)
-        made = [
-            self.convert(item, type_, at.under(i)) for i, (item, type_) in enumerate(zip(value, items, strict=True))
-        ]
+        made = [self.convert(one, type_, at.under(i)) for i, (one, type_) in enumerate(zip(value, items, strict=True))]
         is_list = origin not in (tuple, set, frozenset)
         return made if is_list or len(self.problems) > before else origin(made)
 

@@ -69,9 +69,8 @@ def histogram(values: Any, edges: Sequence[float]) -> Metric:
     if hasattr(values, "new_tensor"):  # a tensor is counted on its own device
         upward = (values.float()[:, None] >= values.float().new_tensor(edges)).sum(0)
     else:
-        upward = (
-            len(values) - np.bincount(np.searchsorted(edges, values, "right"), minlength=len(edges) + 1).cumsum()[:-1]
-        )
+        places = np.searchsorted(edges, values, "right")
+        upward = len(values) - np.bincount(places, minlength=len(edges) + 1).cumsum()[:-1]
     return Metric("histogram", upward, len(values), tuple(edges))
 
 

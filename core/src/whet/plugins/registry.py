@@ -146,12 +146,8 @@ class Registry:
         return f"; {offered_words(owner)}"
 
     def problems(self, config: "Config") -> list[Problem]:
-        """Return the problems that the `whet_check_config` of every plugin finds. A plugin whose hook fails becomes
-        broken.
-        """
-        return [
-            problem for key in self._sources for problem in self._ask(key, "whet_check_config", Problem, config=config)
-        ]
+        """Return the problems that `whet_check_config` of every plugin finds. One whose hook fails becomes broken."""
+        return [found for key in self._sources for found in self._ask(key, "whet_check_config", Problem, config=config)]
 
     def targets(self, hook: str) -> dict[str, str]:
         """Return the import paths that plugins name by a hook, by distribution. A plugin that fails is broken."""

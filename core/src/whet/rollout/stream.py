@@ -191,9 +191,7 @@ class RolloutStream:
 
     async def _take(self, size: int) -> tuple[Consumed, dict[str, Metric]]:
         if size < 1 or (self._size not in (0, size) and self._section.max_staleness):
-            raise ValueError(
-                f"take({size}) after take({self._size}): wanted at least 1, and with staleness always the same"
-            )
+            raise ValueError(f"take({size}) after take({self._size}): wanted at least 1, and the same with staleness")
         self._size, self._taking = size, True
         try:
             while True:

@@ -161,20 +161,19 @@ def read(folder: Path) -> Checkpoint:
     advice = "delete the folder to resume from the checkpoint before it"
     if folder.name == min(there, key=lambda name: (len(name), name), default=""):
         advice = "no checkpoint is before it: bring it back from a copy, or choose another run.folder to begin anew"
+    damaged = f"checkpoint {folder} is damaged:"
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"checkpoint {folder} is damaged: it lacks {MANIFEST}, which lists its files; {advice}")
+        raise CheckpointError(f"{damaged} it lacks {MANIFEST}, which lists its files; {advice}")
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, (size, checksum) in listed["files"].items():
             file = (folder / name).resolve()
             if not file.is_relative_to(folder.resolve()) or not file.is_file():
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: it lacks {name!r}, which its {MANIFEST} lists; {advice}"
-                )
+                raise CheckpointError(f"{damaged} it lacks {name!r}, which its {MANIFEST} lists; {advice}")
             if file.stat().st_size != size or _checksum(file) != checksum:
-                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {advice}")
+                raise CheckpointError(f"{damaged} {name} is not what was written; {advice}")
         if STATE not in listed["files"]:
-            raise CheckpointError(f"checkpoint {folder} is damaged: its {MANIFEST} does not list {STATE}; {advice}")
+            raise CheckpointError(f"{damaged} its {MANIFEST} does not list {STATE}; {advice}")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         steps = {int(folder.name[5:]), int(listed["step"]), int(state["step"])}
         position = state.get("data", {})

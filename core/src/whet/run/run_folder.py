@@ -63,13 +63,10 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.release()
-            if not isinstance(error, BlockingIOError):
-                raise CheckpointError(
-                    f"{self.path} cannot be locked: {error.strerror}; choose a run.folder whose file system has locks"
-                ) from error
-            raise CheckpointError(
-                f"{self.path} is in use by another run; wait for it, or choose another run.folder"
-            ) from error
+            words = f"cannot be locked: {error.strerror}; choose a run.folder whose file system has locks"
+            if isinstance(error, BlockingIOError):
+                words = "is in use by another run; wait for it, or choose another run.folder"
+            raise CheckpointError(f"{self.path} {words}") from error
         self.check_held()  # it may have been deleted between the two calls
 
     def release(self) -> None:
@@ -210,10 +207,8 @@ class RunFolder:
         try:
             return datetime.fromtimestamp(seconds)
         except (TypeError, ValueError, OverflowError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path / 'journal.jsonl'}, first line: the time {seconds!r:.60} is no time in seconds; it "
-                "is that of the run's first run attempt, and what a chat template shows of the date depends on it"
-            ) from error
+            words = f"first line: the time {seconds!r:.60} is no time in seconds; chat templates may show its date"
+            raise CheckpointError(f"{self.path / 'journal.jsonl'}, {words}") from error
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Return the lines of the journal, the oldest first."""

@@ -138,9 +138,7 @@ def make_weight_sync(
     points = {point.name: point for point in entry_points("whet.transports")}
     if way.transport not in points:
         found = ", ".join(sorted(points)) or "none"
-        raise PluginError(
-            f"no installed distribution has the driver's part of the transport {way.transport!r}: {found}"
-        )
+        raise PluginError(f"no installed distribution has a driver's part of the transport {way.transport!r}: {found}")
     recovery, drain = section.recovery, section.deadlines.generate if on_weight_update == "drain" else 0.0
     kept = recovery.enabled and recovery.replicas > 0
     # Without a copy, the senders of a stream and the receivers that are ready wait for those that finish requests.

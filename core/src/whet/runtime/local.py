@@ -56,9 +56,7 @@ class LocalLauncher:
         visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), host.gpus
         if gpus and visible != [""]:
             if beyond := next((gpu for gpu in gpus if int(gpu) >= len(visible)), ""):
-                raise ConfigError(
-                    f"{host.name} wants GPU {beyond} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}"
-                )
+                raise ConfigError(f"{host.name} wants GPU {beyond} of CUDA_VISIBLE_DEVICES={','.join(visible)}")
             gpus = tuple(visible[int(gpu)] for gpu in gpus)
         variables = self._variables(host.threads, ",".join(gpus))
         return LocalProcess(host.name, variables, log, host.python, self._servers.get(host.name))
