@@ -184,6 +184,31 @@ def test_a_folder_that_exists_is_left_alone(command: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("word", "warned"), [("loss", True), ("filter", False)])
 def test_a_name_that_is_taken_is_a_warning(command: Any, word: str, warned: bool) -> None:
-    done = command("new", word, "my-loss")
+    done = command("new", word, "cispo")
     assert done.returncode == 0, done.stderr
-    assert ("warning: the loss 'my-loss' is offered by whet-my-loss already" in done.stderr) is warned
+    assert ("warning: the loss 'cispo' is offered by whet-grpo already" in done.stderr) is warned
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "message"),
+    [
+        ("filter", "data", "whet-data is a distribution of whet; choose another name"),
+        ("environment", "nemo-gym", "whet-env-nemo-gym is a distribution of whet; choose another name"),
+        ("filter", "installed", "whet-installed is installed already; remove it or choose another name"),
+        ("filter", "there", "whet_there is imported from {site}/whet_there/__init__.py already; choose another name"),
+    ],
+)
+def test_a_package_that_would_hide_another_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, name: str, message: str
+) -> None:
+    site, into = tmp_path / "site", tmp_path / "new"
+    for path, text in (
+        ("whet_installed-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: whet.Installed\nVersion: 1\n"),
+        ("whet_there/__init__.py", ""),
+    ):
+        (site / path).parent.mkdir(parents=True)
+        (site / path).write_text(text)
+    monkeypatch.syspath_prepend(str(site))
+    done = CliRunner().invoke(new, [word, name, "--into", str(into)])
+    assert (done.exit_code, done.stderr) == (1, f"Error: {message.format(site=site)}\n")
+    assert not into.exists()

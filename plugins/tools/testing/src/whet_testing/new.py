@@ -1,6 +1,7 @@
 """`whet new`: write an installable package to start from."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, NamedTuple
@@ -89,11 +90,26 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
     folder = into / f"whet-{start.prefix}{name}"
     if folder.exists():
         raise WhetError(f"{folder} exists already; remove it or choose another name")
+    _refuse_taken(folder.name)
     _warn_if_taken(start.kind, name)
     for tree in ("every", word):
         for path in write(TEMPLATES / tree, folder, _words(start, name)):
             click.echo(path)
     click.echo(f"\nnext:  pip install -e '{folder}[testing]'  &&  pytest {folder}")
+
+
+def _refuse_taken(distribution: str) -> None:
+    """Raise `WhetError` if the package would take the place of one that whet ships or that this Python has."""
+    from whet.installed import versions
+    from whet.plugins.catalog import catalog
+
+    package = distribution.replace("-", "_")
+    if distribution in catalog().distributions:
+        raise WhetError(f"{distribution} is a distribution of whet; choose another name")
+    if distribution in versions():
+        raise WhetError(f"{distribution} is installed already; remove it or choose another name")
+    if spec := find_spec(package):
+        raise WhetError(f"{package} is imported from {spec.origin or 'a folder'} already; choose another name")
 
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:
