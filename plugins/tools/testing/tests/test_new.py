@@ -2,6 +2,7 @@
 
 import ast
 import os
+import resource
 import subprocess
 import sys
 import tomllib
@@ -180,6 +181,18 @@ def test_a_folder_that_exists_is_left_alone(command: Any, tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "exists already" in done.stderr
     assert not list((tmp_path / "whet-mine").iterdir())
+
+
+def test_a_package_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, most[1]))
+    try:
+        done = CliRunner().invoke(new, ["filter", "mine", "--into", str(tmp_path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Error: cannot write {tmp_path / 'whet-mine'}: File too large\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("word", "warned"), [("loss", True), ("filter", False)])

@@ -1,6 +1,7 @@
 """`whet new`: write an installable package to start from."""
 
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from whet.cli.command import Command
+from whet.data.files import disk_errors
 from whet.errors import WhetError
 
 if TYPE_CHECKING:
@@ -92,9 +94,8 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
         raise WhetError(f"{folder} exists already; remove it or choose another name")
     _refuse_taken(folder.name)
     _warn_if_taken(start.kind, name)
-    for tree in ("every", word):
-        for path in write(TEMPLATES / tree, folder, _words(start, name)):
-            click.echo(path)
+    for path in _write_whole([TEMPLATES / "every", TEMPLATES / word], folder, _words(start, name)):
+        click.echo(path)
     click.echo(f"\nnext:  pip install -e '{folder}[testing]'  &&  pytest {folder}")
 
 
@@ -128,6 +129,20 @@ def _warn_if_taken(kind: "Kind", name: str) -> None:
             f"must say `use: DISTRIBUTION/{name}`, so another name is better",
             err=True,
         )
+
+
+def _write_whole(trees: list[Path], folder: Path, words: dict[str, str]) -> list[Path]:
+    """Write the templates of some trees into a folder that is moved to its place when it is whole."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        with disk_errors(folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            written = [path for tree in trees for path in write(tree, partial, words)]
+            partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return [folder / path.relative_to(partial) for path in written]
 
 
 def write(templates: Path, folder: Path, words: dict[str, str]) -> list[Path]:
