@@ -108,6 +108,12 @@ def test_a_package_needs_few_names_of_whet(packages: Packages, word: str) -> Non
     assert len(found) <= CONCEPTS[word], f"whet new {word} needs {len(found)} names: {', '.join(sorted(found))}"
 
 
+def test_whet_knows_which_file_a_logger_writes(packages: Packages, tmp_path: Path) -> None:
+    program = "import attrs, whet_my_logger.config as c; print(attrs.fields(c.MyLoggerConfig).file.metadata['writes'])"
+    done = packages.run("-c", program, folder=tmp_path)
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.mark.slow
 def test_their_own_tests_pass(packages: Packages) -> None:
     command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-W", "error::UserWarning"]
