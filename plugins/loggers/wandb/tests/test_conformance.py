@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ def test_attempts_that_begin_in_one_second_are_all_found_in_order(tmp_path):
         (folder / f"run-{name.split('-')[2]}.wandb").touch()
     found = [file.parent.name.removeprefix("offline-") for file in offline.files(tmp_path, "ab")]
     assert found == names[::-1]
+
+
+@pytest.mark.parametrize("bins", [1, 512, 513, 1024, 1500])
+def test_a_histogram_has_no_more_bins_than_wandb_takes(bins: int) -> None:
+    counts, bounds = [*range(bins)], [*map(float, range(bins + 1))]
+    made = WandbLogger.__new__(WandbLogger).histogram(counts, bounds)  # no run is needed
+    assert len(made.histogram) == (bins if bins <= 512 else -(-bins // -(-bins // 512)))
+    assert (made.bins[0], made.bins[-1]) == (0.0, bins)
+    ends = [*map(int, made.bins)]
+    assert made.histogram == [sum(counts[i:j]) for i, j in pairwise(ends)]
 
 
 def test_the_end_of_a_run_waits_for_wandb_with_a_limit(tmp_path: Path) -> None:

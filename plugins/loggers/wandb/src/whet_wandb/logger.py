@@ -57,7 +57,11 @@ class WandbLogger(TrackingLogger):
         return wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
 
     def histogram(self, counts: list[int], bounds: list[float]) -> Any:
-        """Return a histogram of W&B."""
+        """Return a histogram of W&B, with neighbouring bins merged where W&B takes fewer."""
+        each = -(-len(counts) // wandb.Histogram.MAX_LENGTH)
+        if each > 1:
+            counts = [sum(counts[i : i + each]) for i in range(0, len(counts), each)]
+            bounds = [*bounds[:-1:each], bounds[-1]]
         return wandb.Histogram(np_histogram=(counts, bounds))
 
     def finish(self, failed: bool) -> None:
