@@ -54,6 +54,12 @@ def test_the_image_shows_the_run(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png"]
 
 
+@pytest.mark.parametrize("name", ["plot.pgf", "plot.gif", ".png", "plot"])
+def test_a_file_that_cannot_be_drawn_is_refused(name):
+    with pytest.raises(ValueError, match="must match regex"):
+        PlotConfig(file=name)
+
+
 def test_default_panels_follow_the_kind_of_training(tmp_path):
     write(tmp_path, grpo_rows())
     titles = [panel.title for panel in panels(read_rows(tmp_path / "metrics.jsonl"))]

@@ -2,7 +2,7 @@
 
 from attrs import Factory, field, frozen, validators
 
-_IMAGE = validators.matches_re(r".*[^/]\.(?i:png|svgz?|pdf|jpe?g|webp|e?ps|tiff?|pgf)")
+_IMAGE = validators.matches_re(r".*[^/]\.(?i:png|svgz?|pdf|jpe?g|webp|e?ps|tiff?)")
 
 
 @frozen
