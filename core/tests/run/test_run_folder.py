@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import subprocess
@@ -54,6 +55,12 @@ def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     run.append("metrics.jsonl", [{"step": 3}, {"step": 4}])
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_numbers_that_are_not_finite_are_written_in_the_words_of_pythons_json(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append("metrics.jsonl", [{"a": math.nan, "b": math.inf, "c": -math.inf}])
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"a": NaN, "b": Infinity, "c": -Infinity}\n'
 
 
 def test_a_run_is_named_after_its_folder_however_it_is_written(tmp_path, monkeypatch):
