@@ -287,18 +287,20 @@ def test_the_reward_without_the_penalty_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per", "divergence"),
+    ("per", "conversation", "divergence"),
     [
-        ("sequence", (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
-        ("token", (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
+        ("sequence", [0, 1, 2], (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
+        ("token", [0, 1, 2], (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
+        ("token", [0, 1, 1], (1 + 2.5 / 5) / 2),  # the last two are parts of one conversation
     ],
 )
-def test_an_adaptive_weight_is_charged_and_then_adapted(per: Any, divergence: float) -> None:
+def test_an_adaptive_weight_is_charged_and_then_adapted(per: Any, conversation: list[int], divergence: float) -> None:
     reference = tokens(0, -2, 0, -1.5, -1, 0, -1, -3, -1)
     control = KlControlSection(target=divergence / 1.1, horizon=20.0, per=per)
     section, carried = KlRewardSection(weight=0.5, adaptive=control), {}
     for weight in (0.5, 0.5 * (1 + 0.1 * 2 / 20), 0.5 * (1 + 0.1 * 2 / 20) ** 2):
-        found, metrics = penalise_kl(batch(reference_logprobs=reference), section, carried)
+        given = batch(reference_logprobs=reference, conversation=np.array(conversation), share=np.ones(3, np.float32))
+        found, metrics = penalise_kl(given, section, carried)
         assert found["token_rewards"].min() == pytest.approx(-2 * weight, rel=1e-6)
         assert metrics["kl_reward/weight"].number() == pytest.approx(weight, rel=1e-6)
     assert json.loads(json.dumps(carried)) == carried

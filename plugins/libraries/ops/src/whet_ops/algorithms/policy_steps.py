@@ -182,8 +182,8 @@ def _divergence(batch: Batch, section: KlRewardSection) -> NDArray[Any]:
 
 def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSection) -> float:
     """Return the weight of the next step. kl [N]."""
-    control, lengths, episodes = section.adaptive, batch["lengths"], len(np.unique(np.asarray(batch["episode"])))
-    kl = kl.astype(np.float64)
+    control, episodes = section.adaptive, len(np.unique(np.asarray(batch["episode"])))
+    kl, lengths = kl.astype(np.float64), joined(batch)["lengths"]
     if control.per == "sequence":
         divergence = float(kl.sum()) / max(episodes, 1)
     else:
