@@ -84,11 +84,16 @@ def test_no_message_of_a_prompt_beside_whole_conversations_comes_twice(chat, pro
     assert shown(chat, {"prompt": prompt, "chosen": [*start, YES], "rejected": [*start, NO]}) == wanted
 
 
-def test_a_prompt_that_is_the_first_message_of_both_stays_the_prompt(chat):
-    start = [USER, RIGHT, MORE]
-    _, prompt, learned = shown(chat, {"prompt": "6*7?", "chosen": [*start, YES], "rejected": [*start, NO]})
-    assert "42" not in prompt
-    assert learned == ["42<|im_end|>yes<|im_end|>", "42<|im_end|>no<|im_end|>"]
+@pytest.mark.parametrize(("prompt", "start"), [("6*7?", [USER, RIGHT, MORE]), ([USER], [RIGHT, MORE])])
+def test_turns_that_both_share_are_no_response(chat, prompt, start):
+    _, asked, learned = shown(chat, {"prompt": prompt, "chosen": [*start, YES], "rejected": [*start, NO]})
+    assert "42" in asked
+    assert learned == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_a_turn_that_both_share_is_a_response_where_one_has_no_other(chat):
+    _, _, learned = shown(chat, {"prompt": "6*7?", "chosen": [RIGHT], "rejected": [RIGHT, MORE, NO]})
+    assert learned == ["42<|im_end|>", "42<|im_end|>no<|im_end|>"]
 
 
 @pytest.mark.parametrize(

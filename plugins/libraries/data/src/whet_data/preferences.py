@@ -41,9 +41,9 @@ def encode_pair(
 def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Conversation, Conversation, int]:
     """Return the chosen conversation, the rejected one, and how many of their messages are the prompt.
 
-    A response is a string, a list of messages that follow the prompt, or a whole conversation. Without a prompt, and
-    where whole conversations begin otherwise than it, the messages with which both begin are the prompt. `names` maps
-    fields to the columns of the data. Raises `DataError` that names what the record lacks.
+    A response is a string, a list of messages that follow the prompt, or a whole conversation. Messages with which both
+    conversations begin belong to the prompt, if responses follow them. `names` maps fields to the columns of the data.
+    Raises `DataError` that names what the record lacks.
     """
     prompt, *responses = _given(record, names)
     if prompt is None and any(isinstance(response, str) for response in responses):
@@ -102,21 +102,21 @@ def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversatio
     (one, first), (other, second) = (joined(asked, response) for response in (chosen, rejected))
     if one == other:
         raise DataError(SAME)
-    if prompt is not None and first is not None and second is not None:
-        return one, other, first
-    if prompt is not None and (first, second) != (None, None):
+    if prompt is not None and (first is None) != (second is None):
         raise DataError(
             "one response is a whole conversation that begins otherwise than the prompt, and the other response "
             "follows the prompt; wanted two of the same kind"
         )
-    first = _common(one, other)
-    roles = [whole[first].role if first < len(whole) else "nothing" for whole in (one, other)]
-    if roles != ["assistant", "assistant"]:
-        raise DataError(
-            f"the conversations differ from message {first + 1} on, where one has {roles[0]} and the other {roles[1]}; "
-            "wanted a response of the assistant in both"
-        )
-    return one, other, first
+    shared = _common(one, other)
+    roles = [whole[shared].role if shared < len(whole) else "nothing" for whole in (one, other)]
+    if roles == ["assistant", "assistant"]:
+        return one, other, shared
+    if prompt is not None and first is not None:
+        return one, other, first
+    raise DataError(
+        f"the conversations differ from message {shared + 1} on, where one has {roles[0]} and the other {roles[1]}; "
+        "wanted a response of the assistant in both"
+    )
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
