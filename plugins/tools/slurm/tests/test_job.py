@@ -41,20 +41,25 @@ def test_recent_versions_state_the_end(slurm):
     end = int(time.time()) + 3600
     stated = {"SLURM_JOB_END_TIME": str(end)}
     assert end_of_job(stated) == end
-    assert end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **stated)) == end
+    assert end_of_job(slurm(SHOWN.format(end="2099-11-25T14:00:00"), **stated)) == end
 
 
 def test_a_stated_end_that_is_past_is_of_another_job(slurm, capsys):
     past = {"SLURM_JOB_END_TIME": str(int(time.time()) - 45)}
     assert end_of_job(past) is None
     assert "is past, so it is of another job" in capsys.readouterr().err
-    found = end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00"), **past))
-    assert found == datetime(2026, 11, 25, 14).timestamp()
+    found = end_of_job(slurm(SHOWN.format(end="2099-11-25T14:00:00"), **past))
+    assert found == datetime(2099, 11, 25, 14).timestamp()
 
 
 def test_older_versions_are_asked(slurm):
-    found = end_of_job(slurm(SHOWN.format(end="2026-11-25T14:00:00")))
-    assert found == datetime(2026, 11, 25, 14).timestamp()  # in local time, as Slurm writes it
+    found = end_of_job(slurm(SHOWN.format(end="2099-11-25T14:00:00")))
+    assert found == datetime(2099, 11, 25, 14).timestamp()  # in local time, as Slurm writes it
+
+
+def test_an_end_that_scontrol_shows_and_that_is_past_is_not_used(slurm, capsys):
+    assert end_of_job(slurm(SHOWN.format(end="2025-11-25T14:00:00"))) is None
+    assert "job 4242 ended 2025-11-25T14:00:00, which is past" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["Unknown", "N/A", "None"])
@@ -64,7 +69,7 @@ def test_a_job_without_a_limit_has_no_end(slurm, end):
 
 
 def test_outside_of_a_job_there_is_none(slurm):
-    environment = slurm(SHOWN.format(end="2026-11-25T14:00:00"))
+    environment = slurm(SHOWN.format(end="2099-11-25T14:00:00"))
     del environment["SLURM_JOB_ID"]
     assert end_of_job(environment) is None
     assert end_of_job({"PATH": "/nowhere", "SLURM_JOB_ID": "4242"}) is None

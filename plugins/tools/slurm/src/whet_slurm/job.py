@@ -40,7 +40,12 @@ def end_of_job(environment: Mapping[str, str]) -> float | None:
     except (OSError, subprocess.SubprocessError) as error:
         print(f"when Slurm ends job {job} is unknown, so the run does not end before: {error}", file=sys.stderr)
         return None
-    return end_shown(shown)
+    end = end_shown(shown)
+    if end is not None and end <= time.time():
+        when = datetime.fromtimestamp(end).isoformat()
+        print(f"scontrol: job {job} ended {when}, which is past, so the end is not used", file=sys.stderr)
+        return None
+    return end
 
 
 def end_shown(text: str) -> float | None:
