@@ -62,10 +62,17 @@ def test_an_end_that_scontrol_shows_and_that_is_past_is_not_used(slurm, capsys):
     assert "job 4242 ended 2025-11-25T14:00:00, which is past" in capsys.readouterr().err
 
 
+def test_the_first_task_of_an_array_has_its_own_end(slurm):
+    other = SHOWN.replace("JobId=4242", "JobId=4244 ArrayJobId=4242 ArrayTaskId=1")
+    own = SHOWN.replace("JobId=4242", "JobId=4242 ArrayJobId=4242 ArrayTaskId=2")
+    shown = "\n".join([other.format(end="2098-11-25T14:00:00"), own.format(end="2099-11-25T14:00:00")])
+    assert end_of_job(slurm(shown)) == datetime(2099, 11, 25, 14).timestamp()
+
+
 @pytest.mark.parametrize("end", ["Unknown", "N/A", "None"])
 def test_a_job_without_a_limit_has_no_end(slurm, end):
     assert end_of_job(slurm(SHOWN.format(end=end))) is None
-    assert end_shown("nothing") is None
+    assert end_shown("nothing", "4242") is None
 
 
 def test_outside_of_a_job_there_is_none(slurm):

@@ -40,7 +40,7 @@ def end_of_job(environment: Mapping[str, str]) -> float | None:
     except (OSError, subprocess.SubprocessError) as error:
         print(f"when Slurm ends job {job} is unknown, so the run does not end before: {error}", file=sys.stderr)
         return None
-    end = end_shown(shown)
+    end = end_shown(shown, job)
     if end is not None and end <= time.time():
         when = datetime.fromtimestamp(end).isoformat()
         print(f"scontrol: job {job} ended {when}, which is past, so the end is not used", file=sys.stderr)
@@ -48,9 +48,13 @@ def end_of_job(environment: Mapping[str, str]) -> float | None:
     return end
 
 
-def end_shown(text: str) -> float | None:
-    """Return the end of a job in the output of `scontrol show job`, in seconds since the epoch. None: it has none."""
-    found = _END.search(text)
+def end_shown(text: str, job: str) -> float | None:
+    """Return the end of a job in the output of `scontrol show job`, in seconds since the epoch. None: it has none.
+
+    For the first task of an array, whose number is that of the array, all tasks are shown.
+    """
+    shown = next((one for one in re.split(r"\n\s*\n", text) if re.search(rf"\bJobId={job}\b", one)), "")
+    found = _END.search(shown)
     try:
         return datetime.fromisoformat(found[1]).timestamp() if found else None
     except ValueError:  # "Unknown"
