@@ -99,6 +99,22 @@ def test_it_counts_what_is_left_out_and_why(command, config, tmp_path):
     assert "4 records (the first; --records 0 reads all)" in found
 
 
+@pytest.mark.parametrize(
+    ("data", "answers", "reason"),
+    [
+        ({}, "x" * 60, "66.7% of the records are too long, and data.max_too_long allows 50%"),
+        ({"max_too_long": 1, "max_bad_records": 1}, "", None),
+        ({"max_too_long": 1, "max_length": 2}, "x", "no record is left"),
+    ],
+)
+def test_it_says_where_a_run_refuses_what_is_left(command, config, tmp_path, data, answers, reason):
+    path = config(data={"max_length": 30, **data})
+    (tmp_path / "train.csv").write_text("question,answer\n1+1?,2\n" + f"1+1?,{answers}\n" * 2)
+    found = done(command("data", "look", path, "--rows", "0"))
+    refused = [line for line in found.splitlines() if "a run refuses" in line]
+    assert refused == ([f"  a run refuses this data: {reason}"] if reason else [])
+
+
 def test_it_escapes_what_could_steer_a_terminal(command, config, tmp_path):
     path = config()
     (tmp_path / "train.csv").write_text("question,answer\n\x1b]0;owned\x07\u202ehi,\x1b[2J\n")

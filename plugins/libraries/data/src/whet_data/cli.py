@@ -71,6 +71,8 @@ class Seen(NamedTuple):
     """The relation of the run's steps and epochs, as text."""
     allowed: float = 1.0
     """Share of the records that may be malformed."""
+    allowed_too_long: float = 1.0
+    """Share of the records that may be too long."""
 
 
 def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most: int, quiet: bool) -> Seen:
@@ -140,6 +142,7 @@ def _records(
         "record",
         _length(config, facts, counts) if split == "train" else "",
         config.data.max_bad_records,
+        config.data.max_too_long,
     )
 
 
@@ -261,9 +264,15 @@ def _summary(seen: Seen) -> Iterator[str]:
     if counts.too_long:
         yield f"  too long: over {seen.limit:,} tokens ({seen.limit_words}); left out whole, no {seen.what} is cut"
     yield from (f"  malformed: {escaped(example)}" for example in counts.examples)
+    refused = "  a run refuses this data: "
     if counts.malformed > seen.allowed * counts.records:
         share = f"{counts.malformed / counts.records:.1%} of the records are malformed"
-        yield f"  a run refuses this data: {share}, and data.max_bad_records allows {seen.allowed:.1%}"
+        yield f"{refused}{share}, and data.max_bad_records allows {seen.allowed:.1%}"
+    elif counts.too_long > seen.allowed_too_long * counts.records:
+        share = f"{counts.too_long / counts.records:.1%} of the records are too long"
+        yield f"{refused}{share}, and data.max_too_long allows {seen.allowed_too_long:.0%}"
+    elif not counts.kept and seen.what == "record":
+        yield f"{refused}no record is left"
     if counts.untrained:
         yield f"  {counts.untrained:,} of those kept have no trained token"
     if spread:
