@@ -27,7 +27,7 @@ class Look:
     problem: str = ""
     """The reason why the whole file cannot be used. Empty: the beginning shows no such reason."""
     recognised: str = ""
-    """Format, layout and columns, in words. Empty: the file was not read, e.g. because it is on a hub."""
+    """Format, layout and columns, in words. Empty: nothing is known of the file."""
     doubt: str = ""
     """The mistake in the first record, and its place. Empty: none was found."""
 

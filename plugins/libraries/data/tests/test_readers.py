@@ -9,6 +9,8 @@ import pytest
 
 from whet.config.sections import DataFile, DataSection
 from whet.errors import DataError
+from whet.interfaces.data import Look
+from whet_data.reader import reader
 from whet_data.readers import content_hash, find_file, format_words, read
 
 RECORDS = [{"text": "one"}, {"text": "zwei \u65e5\u672c"}, {"text": "3", "n": [1, {"a": None}]}]
@@ -136,6 +138,17 @@ def test_a_name_that_is_no_file_is_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'nobody-at-all/no-such-data' (split 'train') cannot be loaded from the hub" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "there is no file or folder 'data/trian' here, so it is a data set of the hub"),
+        ({"format": "hub"}, "a data set of the hub"),
+    ],
+)
+def test_a_check_says_what_it_takes_for_a_data_set_of_the_hub(options, words):
+    assert reader.look(DataFile("data/trian", **options), (), {}) == Look("", words)
 
 
 def test_a_hub_data_set_is_read(tmp_path, monkeypatch):

@@ -24,7 +24,8 @@ class Reader:
         try:
             found = find_file(file)
             if found is None:
-                return Look()
+                named = "" if file.format == "hub" else f"there is no file or folder {file.path!r} here, so it is "
+                return Look("", f"{named}a data set of the hub")
             if not found.exists():
                 return Look(f"there is no file {file.path!r}")
             seen = recognise(file, names)

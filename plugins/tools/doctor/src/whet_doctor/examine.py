@@ -349,7 +349,7 @@ def _data(plan: Prepared) -> Iterator[Check]:
     data = plan.config.data
     for file in [*data.train, *data.validation] if data else []:
         seen = reader().look(file, (), field_names(plan.config.algorithm))
-        found = seen.doubt or f"{file.path}: {seen.recognised or 'a data set of the hub, not looked at'}"
+        found = seen.doubt or f"{file.path}: {seen.recognised or 'not looked at'}"
         yield _judged("data", bool(seen.doubt), found, "look at the file's first record")
 
 
