@@ -62,6 +62,11 @@ def test_workers_in_this_process_are_traced_and_other_roles_are_not(config, tmp_
     assert files == {"backend-0-score-1.json", "backend-0-train-1.json", "backend-0-train-2.json"}
 
 
+def test_ranks_that_a_role_does_not_have_are_refused(config):
+    with pytest.raises(ConfigError, match=r"has ranks \[1, 3\], and backend has 1; wanted one below it"):
+        run(config, "cluster.workers=inline", "hooks=[{use: profile, ranks: [1, 3]}]")
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

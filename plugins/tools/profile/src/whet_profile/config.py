@@ -19,7 +19,7 @@ class ProfileConfig:
     """The steps to trace. The first step of a run is slower than the others, because it allocates memory.
     A number above the last step has no effect."""
     ranks: list[int] = field(factory=lambda: [0], validator=_RANKS)
-    """The ranks to trace; empty: all ranks."""
+    """The ranks to trace; empty: all ranks. Each of the roles needs one of them."""
     roles: list[str] = field(factory=lambda: ["backend"], validator=min_len(1))
     """The roles to trace: `backend` and further models of the section `roles`."""
     shapes: bool = False

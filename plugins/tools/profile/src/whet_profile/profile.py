@@ -6,6 +6,7 @@ from typing import Any, cast
 from attrs import asdict, frozen
 
 from whet import hookimpl
+from whet.errors import ConfigError
 from whet.interfaces.logger import RunInfo
 from whet.interfaces.workers import WorkerGroup, Workers
 from whet_profile.config import ProfileConfig
@@ -19,10 +20,14 @@ class Profile:
 
     @hookimpl(wrapper=True)
     def whet_worker_group(self, role: str) -> Generator[None, WorkerGroup, WorkerGroup]:
-        """Return the worker group of a role, traced if the role is chosen."""
+        """Return the worker group of a role, traced if the role is chosen. Raises `ConfigError` if no rank would be."""
         group = yield
         if role not in self._config.roles:
             return group
+        if self._config.ranks and min(self._config.ranks) >= group.size:
+            raise ConfigError(
+                f"the hook `profile` has ranks {self._config.ranks}, and {role} has {group.size}; wanted one below it"
+            )
         return cast(WorkerGroup, TracedGroup(group, {"folder": str(self._folder), **asdict(self._config)}))
 
 
