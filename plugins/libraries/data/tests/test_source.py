@@ -3,6 +3,7 @@ import json
 import pytest
 
 from whet.data.messages import Call
+from whet.data.records import gold_answer
 from whet.errors import DataError
 from whet.plugins.features import chats
 from whet_data.source import Prompts, SourceConfig
@@ -20,10 +21,10 @@ TEMPLATE = (
 )
 
 
-def prompts(tmp_path, *records) -> Prompts:
+def prompts(tmp_path, *records, **options) -> Prompts:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return Prompts(SourceConfig(dataset=str(file)))
+    return Prompts(SourceConfig(dataset=str(file), **options))
 
 
 def test_a_prompt_keeps_its_tool_calls_and_reasoning(tmp_path, tiny_model_folder):
@@ -38,3 +39,24 @@ def test_a_record_with_tools_of_its_own_is_refused(tmp_path, packed):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     with pytest.raises(DataError, match=r"prompts.jsonl:1: the column `tools` has tools"):
         prompts(tmp_path, {"prompt": TALK, "tools": json.dumps(tools) if packed else tools}).tasks("train")
+
+
+@pytest.mark.parametrize("gold", ["anwser", "answer.value", "reward.truth"])
+def test_a_field_of_answers_that_no_record_has_is_refused(tmp_path, gold):
+    rows = [{"prompt": "6*7?", "answer": {"text": "42"}, "reward": '{"ground_truth": "42"}'}] * 2
+    with pytest.raises(DataError, match=rf"no record .* '{gold}' .* columns 'prompt', 'answer', 'reward'"):
+        prompts(tmp_path, *rows, gold=gold).tasks("train")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("answer", {"answer": 42}), ("a.b", {"a.b": 42}), ("a.b", {"a": {"b": 42}}), ("a.b", {"a": '{"b": 42}'})],
+)
+def test_the_field_of_answers_is_read_and_a_record_may_lack_it(tmp_path, gold, answer):
+    tasks = prompts(tmp_path, {"prompt": "Hi."}, {"prompt": "6*7?", **answer}, gold=gold).tasks("train")
+    assert [gold_answer(task) for task in tasks] == [None, "42"]
+
+
+def test_a_field_that_a_dot_leads_into_is_no_text(tmp_path):
+    with pytest.raises(DataError, match=r"before 'b' in 'a\.b' \(`gold`\): 'forty' is no JSON"):
+        prompts(tmp_path, {"prompt": "6*7?", "a": "forty"}, gold="a.b").tasks("train")

@@ -15,9 +15,10 @@ from whet.data.records import GOLD, Task
 from whet.errors import DataError
 from whet.interfaces.environment import Environment, Model
 from whet.plan.plan import facts_of
-from whet_data.readers import Row
-from whet_data.tasks import DatasetTasks
-from whet_data.turns import conversation_of, tools_of
+from whet_data.layouts import found_words
+from whet_data.readers import Row, read
+from whet_data.tasks import DatasetTasks, split_file
+from whet_data.turns import conversation_of, parsed, tools_of
 
 
 def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
@@ -43,7 +44,7 @@ class SourceConfig:
     Records with tools of their own, in the column `tools`, are bad."""
     gold: str = ""
     """The field with a reference answer, or a list of them, for records, and for whatever compares responses with it.
-    A dot leads into a field, e.g. `reward_model.ground_truth`. Empty: none."""
+    A dot leads into a field, or into its JSON text, e.g. `reward_model.ground_truth`. Empty: none."""
     system: str = ""
     """A system message before the prompt. Empty: none."""
     max_records: int = field(default=0, validator=between(0, RECORDS))
@@ -81,8 +82,15 @@ class Prompts:
         self._tasks = DatasetTasks(config, self._task)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split. Raises `DataError` with file and line."""
-        return self._tasks(split)
+        """Return the tasks of a split. Raises `DataError` with file and line, or if no record has a reference answer."""
+        tasks, config = self._tasks(split), self._config
+        if config.gold and not any(GOLD in task.data for task in tasks):
+            first = next(read(split_file(config.dataset, split, config.subset, limit=1)))
+            raise DataError(
+                f"dataset {config.dataset!r}, split {split!r}: no record has an answer in the field {config.gold!r} "
+                f"(`gold`); the first one has the columns {found_words(first.record)}"
+            )
+        return tasks
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Send the prompt to the model. Returns no rewards."""
@@ -110,9 +118,12 @@ class Prompts:
 
     def _gold(self, row: Row) -> str | list[str] | None:
         """Return the reference answer of a record, or its several ones, where it has any."""
-        found: Any = row.record
-        for name in self._config.gold.split(".") if self._config.gold else ():
+        gold, found = self._config.gold, cast(Any, row.record)
+        if not gold:
+            return None
+        for name in [gold] if gold in found else gold.split("."):
+            found = parsed(found, f"the field before {name!r} in {gold!r} (`gold`)")
             found = found.get(name) if isinstance(found, Mapping) else None
         if isinstance(found, list | tuple):
             return [str(one) for one in found if one is not None] or None
-        return str(found) if self._config.gold and found is not None else None
+        return None if found is None else str(found)

@@ -143,10 +143,10 @@ def tools_of(value: Any) -> Tools:
     """Return the tools of a record: a list, or its JSON text. A tool may lack the `function` around it. Raises
     `DataError`.
     """
-    found = _parsed(_stated(listed(value)), "tools")
+    found = parsed(_stated(listed(value)), "tools")
     if not isinstance(found, list):
         raise DataError(f"the tools are {value!r:.80}, wanted a list")
-    return tuple(_json(_tool(_parsed(one, "tools")), "a tool is") for one in found)
+    return tuple(_json(_tool(parsed(one, "tools")), "a tool is") for one in found)
 
 
 TOOLS = "tools"
@@ -251,8 +251,8 @@ def _message(item: Mapping[str, Any]) -> Message:
     """Return a message with its fields. Empty fields count as absent, as tables have them in every row."""
     if item.get("function_call"):
         raise DataError("a message has a `function_call`, OpenAI's former form; wanted `tool_calls`, a list of calls")
-    given = _parsed(_stated(listed(item.get("tool_calls") or [])), "tool_calls")
-    calls = tuple(_call(_parsed(one, "tool_calls")) for one in given)
+    given = parsed(_stated(listed(item.get("tool_calls") or [])), "tool_calls")
+    calls = tuple(_call(parsed(one, "tool_calls")) for one in given)
     thoughts = [item[name] for name in REASONING if item.get(name)]
     if not isinstance(reasoning := thoughts[0] if thoughts else "", str):
         raise DataError(f"the reasoning of a message is {reasoning!r:.60}, wanted text")
@@ -272,7 +272,7 @@ def _call(item: Any) -> Call:
     if not isinstance(name, str) or not name or not isinstance(function, Mapping):
         raise DataError(f"a tool call is {item!r:.120}, wanted {{function: {{name, arguments}}}}")
     given = function.get("arguments")
-    arguments = {} if given in (None, "") else _parsed(given, f"the arguments of a call of {name!r:.40}")
+    arguments = {} if given in (None, "") else parsed(given, f"the arguments of a call of {name!r:.40}")
     if not isinstance(arguments, Mapping):
         raise DataError(f"the arguments of a call of {name!r:.40} are {arguments!r:.80}, wanted an object")
     return Call(str(item.get("id") or ""), name, _json(arguments, f"the arguments of a call of {name!r:.40} are"))
@@ -322,7 +322,7 @@ def _stated(value: Any) -> Any:
     return [_stated(one) for one in value] if isinstance(value, list) else value
 
 
-def _parsed(value: Any, what: str) -> Any:
+def parsed(value: Any, what: str) -> Any:
     """Return a value, or what it is the JSON text of. Raises `DataError`."""
     if not isinstance(value, str):
         return value
