@@ -60,3 +60,29 @@ def test_the_field_of_answers_is_read_and_a_record_may_lack_it(tmp_path, gold, a
 def test_a_field_that_a_dot_leads_into_is_no_text(tmp_path):
     with pytest.raises(DataError, match=r"before 'b' in 'a\.b' \(`gold`\): 'forty' is no JSON"):
         prompts(tmp_path, {"prompt": "6*7?", "a": "forty"}, gold="a.b").tasks("train")
+
+
+SYSTEM = {"role": "system", "content": "In French."}
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "system"),
+    [
+        ({"system": "In French."}, {}, "In French."),
+        ({"system": "In French."}, {"system": "Be brief."}, "In French."),
+        ({"prompt": [SYSTEM, *TALK]}, {"system": "Be brief."}, "In French."),
+        ({"prompt": [SYSTEM, *TALK], "system": "Be brief."}, {}, "In French."),
+        ({"system": None}, {"system": "Be brief."}, "Be brief."),
+        ({"system": "42"}, {"system": "Be brief.", "gold": "system"}, "Be brief."),
+        ({}, {}, ""),
+    ],
+)
+def test_a_prompt_has_the_system_message_of_its_record_or_else_that_of_the_config(tmp_path, record, options, system):
+    (task,) = prompts(tmp_path, {"prompt": "6*7?", **record}, **options).tasks("train")
+    assert [message.text for message in task.prompt if message.role == "system"] == [system] * bool(system)
+    assert task.prompt[0].role == ("system" if system else "user")
+
+
+def test_a_prompt_with_images_is_refused(tmp_path):
+    with pytest.raises(DataError, match="the column `images` has images"):
+        prompts(tmp_path, {"prompt": "6*7?", "images": ["a.png"]}).tasks("train")

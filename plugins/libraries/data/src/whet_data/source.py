@@ -9,7 +9,6 @@ from whet.component import EnvironmentFacts, Selection
 from whet.config.bounds import FACTOR, RECORDS, between
 from whet.config.build import build_selection
 from whet.config.sections import optional_selection
-from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
 from whet.data.records import GOLD, Task
 from whet.errors import DataError
@@ -18,7 +17,7 @@ from whet.plan.plan import facts_of
 from whet_data.layouts import found_words
 from whet_data.readers import Row, read
 from whet_data.tasks import DatasetTasks, split_file
-from whet_data.turns import conversation_of, parsed, tools_of
+from whet_data.turns import conversation_of, parsed, tools_of, with_system
 
 
 def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
@@ -46,7 +45,7 @@ class SourceConfig:
     """The field with a reference answer, or a list of them, for records, and for whatever compares responses with it.
     A dot leads into a field, or into its JSON text, e.g. `reward_model.ground_truth`. Empty: none."""
     system: str = ""
-    """A system message before the prompt. Empty: none."""
+    """A system message before prompts that have none, in their messages or a column `system`. Empty: none."""
     max_records: int = field(default=0, validator=between(0, RECORDS))
     """Use only the first records of a split, at most this many. 0: all."""
     max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
@@ -112,9 +111,11 @@ class Prompts:
         asked = conversation_of(value)
         if not asked or asked[-1].role == "assistant" or not any(message.text.strip() for message in asked):
             raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to respond to")
-        system = (Message("system", self._config.system),) if self._config.system else ()
+        names = {"prompt": self._config.question, "gold": self._config.gold}
+        asked, _ = with_system(row.record, names, asked)
+        asked, _ = with_system({"system": self._config.system}, {}, asked)
         gold = self._gold(row)
-        return Task((*system, *asked), {} if gold is None else {GOLD: gold}, id=row.where)
+        return Task(asked, {} if gold is None else {GOLD: gold}, id=row.where)
 
     def _gold(self, row: Row) -> str | list[str] | None:
         """Return the reference answer of a record, or its several ones, where it has any."""
