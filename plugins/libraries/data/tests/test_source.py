@@ -1,8 +1,9 @@
+import csv
 import json
 
 import pytest
 
-from whet.data.messages import Call
+from whet.data.messages import Call, Message
 from whet.data.records import gold_answer
 from whet.errors import DataError
 from whet.plugins.features import chats
@@ -32,6 +33,16 @@ def test_a_prompt_keeps_its_tool_calls_and_reasoning(tmp_path, tiny_model_folder
     assert task.prompt[1].calls == (Call("c1", "add", '{"a": 3, "b": 4}'),)
     shown = chats().ChatTokenizer(tiny_model_folder, TEMPLATE).render(task.prompt, generation_prompt=True)
     assert 'I add.{"name": "add", "arguments": {"a": 3, "b": 4}}' in shown
+
+
+def test_a_cell_of_a_table_may_have_the_json_text_of_a_prompt(tmp_path):
+    turns = ([{"role": "user", "content": "6*7?"}], [{"from": "human", "value": "6*7?"}])
+    with (file := tmp_path / "prompts.csv").open("w") as stream:
+        csv.writer(stream).writerows([["prompt"], *([json.dumps(one)] for one in turns), ["[6*7]?"]])
+    found = Prompts(SourceConfig(dataset=str(file))).tasks("train")
+    assert [task.prompt for task in found] == [(Message("user", text),) for text in ("6*7?", "6*7?", "[6*7]?")]
+    (found,) = prompts(tmp_path, {"prompt": json.dumps(turns[0])}).tasks("train")
+    assert found.prompt == (Message("user", json.dumps(turns[0])),), "a text of JSON lines stays text"
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -54,6 +54,15 @@ def laid_out(row: Row, file: DataFile, names: Mapping[str, str]) -> Row:
         return evolve(row, record={}, problem=str(error))
 
 
+def with_turns(row: Row, file: DataFile, column: str) -> Row:
+    """Return a row with a prompt in a column as messages, if it has ShareGPT's turns, or is a table's cell with the
+    JSON text of turns. Raises `DataError`.
+    """
+    record = dict(row.record)
+    _read_turns(record, column, "prompt", file)
+    return evolve(row, record=record)
+
+
 def layout_of(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str]) -> str:
     """Return the layout of a record: the one that the config states, or else the one that its columns show.
 

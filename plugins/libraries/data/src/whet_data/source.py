@@ -40,7 +40,7 @@ class SourceConfig:
     """The subset of a hub data set that has several subsets."""
     question: str = "prompt"
     """The field with the prompt: a string, or a list of messages, which may have tool calls and reasoning in fields.
-    Records with tools of their own, in the column `tools`, are bad."""
+    In tables it may be the JSON text of this list. Records with tools of their own, in the column `tools`, are bad."""
     gold: str = ""
     """The field with a reference answer, or a list of them, for records, and for whatever compares responses with it.
     A dot leads into a field, or into its JSON text, e.g. `reward_model.ground_truth`. Empty: none."""
@@ -78,10 +78,10 @@ class Prompts:
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
-        self._tasks = DatasetTasks(config, self._task)
+        self._tasks = DatasetTasks(config, self._task, config.question)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split. Raises `DataError` with file and line, or if no record has a reference answer."""
+        """Return the tasks of a split. Raises `DataError` with file and line, or if no record has an answer."""
         tasks, config = self._tasks(split), self._config
         if config.gold and not any(GOLD in task.data for task in tasks):
             first = next(read(split_file(config.dataset, split, config.subset, limit=1)))

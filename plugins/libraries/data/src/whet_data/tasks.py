@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from whet.config.sections import DataFile
 from whet.data.records import Task
 from whet.errors import DataError
+from whet_data.layouts import with_turns
 from whet_data.readers import Row, read
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,13 @@ class DatasetConfig(Protocol):
 
 
 class DatasetTasks:
-    """The tasks of a data set, a task for each record. A split is loaded when it is first asked for."""
+    """The tasks of a data set, a task for each record. A split is loaded when it is first asked for.
 
-    def __init__(self, config: DatasetConfig, make: Callable[[Row], Task]) -> None:
-        self._config, self._make = config, make
+    `prompt`: the column of the prompt, if it may have turns in other forms than messages.
+    """
+
+    def __init__(self, config: DatasetConfig, make: Callable[[Row], Task], prompt: str = "") -> None:
+        self._config, self._make, self._prompt = config, make, prompt
         self._splits: dict[str, tuple[Task, ...]] = {}
 
     def __call__(self, split: str) -> tuple[Task, ...]:
@@ -53,8 +58,11 @@ class DatasetTasks:
             config = self._config
             file = split_file(config.dataset, split, config.subset, config.max_records)
             named = f"dataset {config.dataset!r}, split {split!r}"
-            self._splits[split] = load_tasks(file, named, self._make, config.max_bad_records)
+            self._splits[split] = load_tasks(file, named, partial(self._task, file), config.max_bad_records)
         return self._splits[split]
+
+    def _task(self, file: DataFile, row: Row) -> Task:
+        return self._make(with_turns(row, file, self._prompt) if self._prompt else row)
 
 
 def load_tasks(file: DataFile, named: str, make: Callable[[Row], Task], max_bad: float) -> tuple[Task, ...]:
