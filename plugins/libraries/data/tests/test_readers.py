@@ -66,6 +66,24 @@ def test_parquet_is_read(tmp_path):
     assert records_of(tmp_path / "a.parquet") == RECORDS[:2]
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([9 * 10**17], lambda arrow: arrow.timestamp("us")),
+        ([5_000_000], lambda arrow: arrow.date32()),
+        ([1], lambda arrow: arrow.timestamp("us", "No/Where")),
+    ],
+    ids=["time", "date", "zone"],
+)
+def test_a_column_of_parquet_with_a_value_that_python_lacks_is_named(tmp_path, values, kind):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow reads Parquet files")
+    arrow = pytest.importorskip("pyarrow")
+    when = arrow.array(values, arrow.int32() if kind(arrow) == arrow.date32() else arrow.int64()).cast(kind(arrow))
+    parquet.write_table(arrow.table({"text": ["one"], "when": when}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: the column 'when' has a value that cannot be read: .*; cor"):
+        records_of(tmp_path / "a.parquet")
+
+
 def test_malformed_rows_are_given_with_file_line_and_reason(tmp_path):
     bad = [b"{", b"[1]", b'"text"', b'{"a": "\xff"}', b"[" * 100_000, b"{'a': 1}"]
     (tmp_path / "a.jsonl").write_bytes(lines(RECORDS[:1]) + b"\n".join(bad) + b"\n" + lines(RECORDS[1:]))

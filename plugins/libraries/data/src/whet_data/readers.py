@@ -301,11 +301,27 @@ def _table(path: Path) -> Iterator[Row]:
         number = 0
         with _opened(path) as stream:
             for block in parquet.ParquetFile(stream).iter_batches():
-                for record in block.to_pylist():
+                for record in _values(block, path):
                     number += 1
                     yield Row(f"{path.name}:row {number}", record)
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these two kinds
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _values(block: Any, path: Path) -> Iterator[dict[str, Any]]:
+    """Return the records of a part of a Parquet file. Raises `DataError` that names the column if Python has no such
+    value, as for a date after the year 9999.
+    """
+    columns = dict[str, list[Any]]()
+    for name, column in zip(block.schema.names, block.columns, strict=True):
+        try:
+            columns[name] = column.to_pylist()
+        except Exception as error:  # any type: pyarrow and the types of the values decide
+            raise DataError(
+                f"{path}: the column {name!r} has a value that cannot be read: {error}; correct it, or leave out the "
+                "column"
+            ) from error
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def _saved(path: Path) -> Iterator[Row]:
