@@ -211,6 +211,8 @@ def test_fields_may_have_other_names(chat):
         ({"messages": [USER, ONE], "system": 7}, "the column `system` is 7, wanted text"),
         ({"messages": [USER, ONE], "image": "a.png"}, "the column `image` has images"),
         ({"text": ["x"]}, "must be a string"),
+        ({"prompt": [USER, ONE], "completion": " and more"}, "prompt ends in a message of the assistant, and the resp"),
+        ({"prompt": [USER, ONE], "completion": [ONE, USER, ONE]}, "put what the assistant began into the response"),
     ],
 )
 def test_records_that_will_not_do_are_refused(chat, record, complaint):

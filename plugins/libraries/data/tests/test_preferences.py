@@ -184,6 +184,8 @@ def test_all_turns_after_a_prompt_are_compared(chat):
         ({"prompt": "x", "chosen": "y", "rejected": "z", "images": ["a"]}, "`images` has images"),
         ({"prompt": "x", "chosen": "y", "rejected": "z", "system": 7}, "`system` is 7, wanted text"),
         ({"prompt": "x", "chosen": 7, "rejected": "y"}, "found 7"),
+        ({"prompt": [USER, RIGHT], "chosen": "y", "rejected": "z"}, "the prompt ends in a message of the assistant"),
+        ({"prompt": [USER, RIGHT], "chosen": [YES], "rejected": [NO]}, "the prompt ends in a message of the assistant"),
     ],
 )
 def test_records_that_will_not_do_are_refused(chat, record, complaint):

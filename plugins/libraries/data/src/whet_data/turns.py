@@ -66,16 +66,20 @@ def joined(prompt: Conversation, response: Any) -> tuple[Conversation, int | Non
 
     A response is a string, the messages that follow the prompt, or all messages, which may lack the beginning of the
     prompt. None: the response has all messages and begins otherwise than the prompt, so its own messages state it.
+    Raises `DataError` if the response would have to go on a message that the prompt ends in.
     """
-    if isinstance(response, str):
-        return (*prompt, Message("assistant", response)), len(prompt)
-    messages = conversation_of(response)
+    messages = (Message("assistant", response),) if isinstance(response, str) else conversation_of(response)
     begins = messages[0].role if messages else ""
     is_whole = begins == "system" or (begins == "user" and (not prompt or prompt[-1].role == "user"))
     for start in range(len(prompt) if is_whole else min(1, len(prompt))):
         if messages[: len(prompt) - start] == prompt[start:]:
             return (*prompt[:start], *messages), len(prompt)
     if not is_whole:
+        if begins == "assistant" and prompt and prompt[-1].role == "assistant":
+            raise DataError(
+                "the prompt ends in a message of the assistant, and the response begins with another one; wanted a "
+                "prompt that ends in a question: put what the assistant began into the response"
+            )
         return (*prompt, *messages), len(prompt)
     system = prompt[:1] if begins != "system" and prompt and prompt[0].role == "system" else ()
     return (*system, *messages), None
