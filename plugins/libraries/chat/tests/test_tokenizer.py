@@ -437,6 +437,15 @@ def test_answers_that_a_model_wrote_without_reasoning_pass_through_a_template_th
     assert more == "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("train_on", ["all", "last"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_template_that_asks_for_reasoning_and_renders_none_is_named(train_on, count, load):
+    chat, _ = load("bytes", CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    with pytest.raises(DataError, match=r"begins a response otherwise .*<think>\\n' where the turn has") as caught:
+        chat.training(TALK[:count], train_on)
+    assert not isinstance(caught.value, RewrittenHistory)
+
+
 @pytest.mark.parametrize("answer", ["It is \\boxed{42}.", "", " \n"])
 def test_a_turn_that_begins_otherwise_where_it_is_last_is_rewritten(answer, load):
     """An empty block of reasoning opens the last turn only, so an earlier turn is not what the model will write."""

@@ -216,8 +216,8 @@ class ChatTokenizer:
         after exactly the tokens that `prompt` returns for it, and each further one after the same text. Messages after
         the last turn are left out. Where the template writes no end-of-turn token, the token that opens the next
         message counts, if it is one of `stop_tokens`; the last turn ends in the same one, or in the tokenizer's end
-        token. Raises `DataError` if there is no turn to train on, and `RewrittenHistory` if the template renders a turn
-        otherwise than it does when the turn is last.
+        token. Raises `DataError` if there is no turn to train on, or the template begins it otherwise than it asks for
+        it, and `RewrittenHistory` if the template renders a turn otherwise than it does when the turn is last.
         """
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
         if not turns:
@@ -285,7 +285,9 @@ class ChatTokenizer:
         """
         asked = self.render(conversation[:index], generation_prompt=True)
         if not whole.startswith(asked):
-            raise _rewritten(asked, whole)
+            before, last = (self.render(conversation[:end]) for end in (index, index + 1))
+            is_kept = last.startswith(before) and not last.startswith(asked)
+            raise _begun_otherwise(asked, last) if is_kept else _rewritten(asked, whole)
         if stop and index + 1 < len(conversation) and self._is_plain(conversation[index]):
             closed = len(asked) + len(conversation[index].text) + len(stop)
             if whole[len(asked) : closed] == conversation[index].text + stop:
@@ -456,9 +458,21 @@ def _end_of(text: str, rendered: str, begin: int) -> int | None:
     return at + len(trailing) if rendered.startswith(trailing, at) else at
 
 
+def _begun_otherwise(asked: str, rendered: str) -> DataError:
+    begin = max(0, (at := _where_they_part(asked, rendered)) - 40)
+    return DataError(
+        "the chat template begins a response otherwise than it asks the model for it, so no turn has what the model "
+        f"will write. The prompt ends in {asked[begin:]!r:.120} where the turn has {rendered[begin : at + 40]!r}. "
+        "Use a template that begins both alike (model.chat_template), e.g. without a tag that opens reasoning"
+    )
+
+
+def _where_they_part(one: str, other: str) -> int:
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda i: one[: i + 1] != other[: i + 1])
+
+
 def _rewritten(history: str, rendered: str) -> RewrittenHistory:
-    common = min(len(history), len(rendered))
-    at = bisect_left(range(common), True, key=lambda i: history[: i + 1] != rendered[: i + 1])
+    at = _where_they_part(history, rendered)
     begin = max(0, at - 40)
     return RewrittenHistory(
         "the chat template rewrites history, so tokens that the model has seen would change under it. "
