@@ -96,7 +96,7 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     with beside(session, "mypy"):
         session.run("lint-imports")
-        session.run("pytest", "-n", "4", FAIL_AT_ONCE, "--durations=10", *session.posargs, env=TESTING)
+        session.run("pytest", "-n", "3", FAIL_AT_ONCE, "--durations=10", *session.posargs, env=TESTING)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
