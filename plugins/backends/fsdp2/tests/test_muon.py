@@ -283,7 +283,7 @@ def test_two_ranks_in_bfloat16_iterations_stay_near_one(build, make_batch, tmp_p
 
 def trained(make_worker, batch, **optimizer):
     """Return the weights before and after a step."""
-    worker = make_worker("qwen3", optimizer={"lr": 1e-2, **optimizer})
+    worker = make_worker("qwen3", max_grad_norm=None, optimizer={"lr": 1e-2, **optimizer})
     before = {name: w.detach().clone() for name, w in worker._weights.masters.items()}
     worker.train(batch, LIKELIHOOD)
     return before, {name: w.detach().clone() for name, w in worker._weights.masters.items()}
@@ -313,6 +313,23 @@ def test_a_group_changes_rate_and_decay_of_the_weights_that_it_matches(make_work
         else:
             wanted = plain[name]
         torch.testing.assert_close(found[name], wanted, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_weights_with_the_rate_0_have_no_part_in_the_norm(make_worker, batch, gradients, kind):
+    if kind == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    groups = [{"match": "embed_tokens|q_proj", "lr_factor": 0}]
+    worker = make_worker("qwen3", optimizer={"kind": kind, "lr": 1e-2, "groups": groups})
+    frozen = {name: w for name, w in worker._weights.trained.items() if re.search("embed_tokens|q_proj", name)}
+    before = {name: weight.detach().clone() for name, weight in frozen.items()}
+    others = [one.norm() for name, one in gradients(worker, batch, LIKELIHOOD).items() if name not in frozen]
+    for weight in frozen.values():
+        weight.register_hook(lambda gradient: gradient * torch.nan)
+    found = worker.train(batch, LIKELIHOOD)
+    assert found["grad_norm"].number() == pytest.approx(float(torch.stack(others).norm()), rel=1e-5)
+    assert set(worker._stepper.state()) == set(worker._weights.trained) - set(frozen)
+    assert all(torch.equal(weight, before[name]) for name, weight in frozen.items())
 
 
 def test_the_rate_of_muon_is_that_of_matrices(make_worker, batch):

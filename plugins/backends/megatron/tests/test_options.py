@@ -98,6 +98,31 @@ def test_gradients_are_clipped_to_the_norm_or_not_at_all(build, make_batch):
         torch.testing.assert_close(clipped[name], wanted, atol=2e-6, rtol=1e-2)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_with_the_rate_0_have_no_part_in_the_norm(build, make_batch, dtype, distributed):
+    groups, batch = (WeightGroup("embed_tokens|o_proj", lr_factor=0.0),), make_batch(0)
+    of = OptimizerConfig(lr=0.1, groups=groups, distributed=distributed)
+    backend = build("llama", dtype=dtype, optimizer=of)
+    before, seen = weights(backend), []
+    model, optimizer = worker(backend)._model, worker(backend)._stepper.optimizer
+
+    def prepare():
+        for name, parameter in model.trained():
+            if "embed_tokens" in name or "o_proj" in name:
+                parameter.main_grad.fill_(torch.nan)
+            else:
+                seen.append(parameter.main_grad.double().norm())
+        return type(optimizer).prepare_grads(optimizer)
+
+    optimizer.prepare_grads = prepare
+    norm = backend.train(batch, LIKELIHOOD)["grad_norm"].number()
+    assert norm == pytest.approx(float(torch.stack(seen).norm()), rel=1e-3)
+    after = weights(backend)
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == {name for name in before if "embed_tokens" in name or "o_proj" in name}
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_overlap_gradients_are_added_up_before_the_backward_pass_ends(build, make_batch, monkeypatch, overlap):
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group

@@ -41,6 +41,9 @@ class Stepper:
             for name, weight in weights.trained.items()
         }
         groups = _groups(self._stepped, self._kinds, optimizer)
+        frozen = {id(one) for of_kind in groups.values() for group in of_kind if not group["peak"]
+                  for one in group["params"]}  # fmt: skip
+        self._frozen = [name for name, stepped in self._stepped.items() if id(stepped) in frozen]
         self._optimizers: dict[str, torch.optim.Optimizer] = {
             kind: _optimizer(kind, of_kind, optimizer) for kind, of_kind in groups.items()
         }
@@ -48,6 +51,11 @@ class Stepper:
         """Names of the weights whose masters live in host memory, too."""
         sizes = [(name, 4 * weights.share(name)) for name in weights.trained]
         self._buckets: list[Bucket] = buckets(sizes, self._offloaded) if offload else []
+
+    def drop_frozen(self) -> None:
+        """Free the gradients of weights whose learning rate is always 0: they have no part in the norm."""
+        for name in self._frozen:
+            self._weights.trained[name].grad = None
 
     def step(self, norm: float, max_norm: float | None) -> float:
         """Clip by the global norm and take a step. Returns its learning rate."""
@@ -211,7 +219,7 @@ def _scale_key(key: str, name: str, master: Tensor) -> str:
     return f"{key}_scale/{name}:{';'.join(found)}"
 
 
-def _optimizer(kind: str, groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _optimizer(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     if kind == "muon":
         return Muon(groups, config.muon)
     if kind == "adamw_8bit":
@@ -222,7 +230,7 @@ def _optimizer(kind: str, groups: list[dict[str, object]], config: OptimizerConf
 
 def _groups(
     trained: dict[str, Tensor], kinds: dict[str, str], optimizer: OptimizerConfig
-) -> dict[str, list[dict[str, object]]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Return the groups of parameters of each kind: those with the same peak learning rate and decay together."""
     own = {}
     for name, weight in trained.items():
@@ -232,7 +240,7 @@ def _groups(
     found: dict[tuple[str, float, float], list[Tensor]] = {}
     for name, of in rates(own, optimizer.groups).items():
         found.setdefault((kinds[name], of.peak, of.decay), []).append(trained[name])
-    groups: dict[str, list[dict[str, object]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for (kind, peak, decay), weights in found.items():
         groups.setdefault(kind, []).append({"params": weights, "peak": peak, "lr": peak, "weight_decay": decay})
     return groups

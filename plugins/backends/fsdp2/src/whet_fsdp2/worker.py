@@ -61,6 +61,7 @@ class Worker(HeldModels, LossWorker):
             total, found = self._accumulate(self._live(batch, made), made, counts, watch)
         with self._memory.phase("optimizer"):
             self._weights.complete_gradients()
+            self._stepper.drop_frozen()
             (value,) = self._ranks.sum([total])
             norm = self._ranks.sum_all([float(self._weights.square_of_norm())])[0] ** 0.5
         if not is_finite(value, norm):

@@ -71,9 +71,16 @@ class Stepper:
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Return the norm of the gradient over all ranks. The schedules have added gradients up before."""
+        """Return the norm of the gradient over all ranks. The schedules have added gradients up before.
+
+        Weights whose learning rate is always 0 have no part in it.
+        """
         with optimizer_types():
             self.optimizer.prepare_grads()
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"] if not group["lr_mult"] else ():
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
             return float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()

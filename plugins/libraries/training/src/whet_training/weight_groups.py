@@ -21,7 +21,7 @@ class WeightGroup:
     lr: float | None = field(default=None, validator=optional(above(0, 10)))
     """Peak learning rate. null: that of the optimizer, or for matrices that Muon trains, `muon.lr`."""
     lr_factor: float = field(default=1.0, validator=between(0, 1000))
-    """A factor on the learning rate. 0: the weights stay as they are."""
+    """A factor on the learning rate. 0: the weights stay as they are, and have no part in `grad_norm`."""
     weight_decay: float | None = field(default=None, validator=optional(between(0, 100)))
     """Decoupled weight decay, of vectors too. null: that of the optimizer, and none for vectors."""
 
