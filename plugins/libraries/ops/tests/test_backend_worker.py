@@ -1,6 +1,7 @@
 """The worker of a backend sums micro-batches, takes steps, and refuses what it cannot do, with any model."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from whet.component import Spec, import_path
 from whet.data.batch import Batch
 from whet.data.model_info import ModelInfo
 from whet.errors import CheckpointError, WhetError
+from whet.interfaces.loss import LossResult
 from whet.interfaces.workers import WorkerRank
 from whet_ops.backend_worker import BackendWorker
 from whet_testing.batches import random_batch
+from whet_testing.losses import Likelihood
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 
@@ -98,6 +101,45 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step() -> None:
     with pytest.raises(WhetError, match="lower the learning rate"):
         made.train(random_batch(0), LIKELIHOOD)
     assert made.logits is before
+
+
+@frozen
+class Other:
+    """How a loss breaks its contract."""
+
+    count: float = 1.0
+    """The count of its term."""
+    term: str = "likelihood"
+    """The name of its term."""
+    detached: bool = False
+    """Whether the term has no gradient."""
+
+
+class Broken(Likelihood):
+    def counts(self, batch: Batch) -> Any:
+        return {"likelihood": self.config.count}
+
+    def __call__(self, outputs: Any, batch: Batch) -> LossResult:
+        (term,) = super().__call__(outputs, batch).terms.values()
+        return LossResult({self.config.term: term.detach() if self.config.detached else term})
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"term": "other"}, "the loss Broken returned the terms other, and has weights of likelihood"),
+    ({"detached": True}, "the term likelihood of the loss Broken has no gradient, so it trains nothing"),
+])  # fmt: skip
+def test_a_loss_that_would_train_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(WhetError, match=words):
+        worker().train(random_batch(0), Spec(import_path(Broken), import_path(Other), settings))
+
+
+def test_a_loss_that_counts_nothing_is_warned_of_and_its_sum_refused(caplog: Any) -> None:
+    made, loss = worker(), Spec(import_path(Broken), import_path(Other), {"count": 0.0})
+    made.train(random_batch(0), loss)
+    (told,) = caplog.messages
+    assert re.search(r"the loss Broken counts 0 in a batch with \d+ tokens to train on", told)
+    with pytest.raises(WhetError, match=r"the term likelihood of the loss Broken is .* and its count is 0"):
+        made.evaluate(random_batch(0), loss)
 
 
 def test_outputs_are_0_where_nothing_is_learned() -> None:

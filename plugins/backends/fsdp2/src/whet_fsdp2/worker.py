@@ -28,9 +28,9 @@ from whet_fsdp2.feed import Feed, feed, nothing, spread
 from whet_fsdp2.held import HeldModels, leaving_room
 from whet_fsdp2.lora import Adapters
 from whet_fsdp2.root import AnyRoot
+from whet_ops.loss_worker import LossWorker, flag, is_finite, room
 from whet_training.heads import outputs_of
 from whet_training.layout import ranges, used_lengths
-from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import Watch
 

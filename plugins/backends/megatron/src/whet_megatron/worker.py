@@ -31,10 +31,10 @@ from whet_megatron.feed import Feed
 from whet_megatron.held import HeldModels
 from whet_megatron.passes import Passes, Teacher
 from whet_ops.head_outputs import wanted_divergences
+from whet_ops.loss_worker import LossWorker, flag, is_finite, room
 from whet_training.experts import COLUMN
 from whet_training.heads import outputs_of
 from whet_training.layout import ranges
-from whet_training.losses import LossWorker, flag, is_finite, room
 from whet_training.packing import plan
 from whet_training.ranks import clock
 

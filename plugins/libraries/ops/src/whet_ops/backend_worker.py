@@ -15,9 +15,8 @@ The objective is the sum over terms of weight x sum / count. Counts are known be
 and gradient do not depend on how a batch is cut into micro-batches.
 """
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,22 @@ from whet.data.model_info import ModelInfo, write_chat_template
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.loss import Loss
 from whet.interfaces.workers import WorkerRank
+from whet_ops.loss_worker import LossWorker, is_finite
 
 
-class BackendWorker:
+class _OneRank:
+    """The only rank."""
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers."""
+        return list(numbers)
+
+
+class BackendWorker(LossWorker):
     """Cuts batches into micro-batches, and sums losses, gradients and metrics over them."""
+
+    _ranks = _OneRank()
+    _first = True
 
     lr: float = 0.0
     """The learning rate of the next step."""
@@ -47,6 +58,7 @@ class BackendWorker:
     def __init__(self, rank: WorkerRank, config: Mapping[str, Any], config_type: str, model: ModelInfo) -> None:
         torch.set_num_threads(rank.threads)
         self.rank, self.info, self.device = rank, model, torch.device(rank.device)
+        self._device = self.device
         self.config: Any = structure(dict(config), resolve(config_type), None)
         self.start()
 
@@ -97,12 +109,12 @@ class BackendWorker:
         made = build(loss)
         counts = self._counts(made, batch if count_over is None else count_over)
         if not any(counts.values()):
-            return self._of_step(0.0, 0.0)
-        value, found = self._objective(batch, made, counts)
+            return self._of_step(0.0, 0.0, self.lr)
+        value, found = self._accumulate(batch, made, counts)
         norm = self.clip()
-        if not (math.isfinite(value) and math.isfinite(norm)):
+        if not is_finite(value, norm):
             raise WhetError(f"the loss is {value} and the norm of the gradient {norm}; lower the learning rate")
-        of_step = self._of_step(value, norm)
+        of_step = self._of_step(value, norm, self.lr)
         self.step()
         return {**found, **of_step}
 
@@ -110,7 +122,7 @@ class BackendWorker:
     def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
         """Return the loss and its metrics."""
         made = build(loss)
-        value, found = self._objective(batch, made, self._counts(made, batch))
+        value, found = self._accumulate(batch, made, self._counts(made, batch))
         return {**found, "loss": metrics.mean(value)}
 
     @torch.no_grad()
@@ -143,24 +155,16 @@ class BackendWorker:
         self.write_model(folder)
         write_chat_template(self.info, folder)
 
-    def _of_step(self, value: float, norm: float) -> dict[str, Metric]:
-        numbers = {"loss": value, "grad_norm": norm, "lr": self.lr}
-        return {name: metrics.mean(number) for name, number in numbers.items()}
-
-    def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
-        return {name: float(count) for name, count in loss.counts(self._tensors(batch)).items()}
-
-    def _objective(self, batch: Batch, loss: Loss, counts: Mapping[str, float]) -> tuple[float, dict[str, Metric]]:
+    def _accumulate(self, batch: Batch, loss: Loss, counts: Mapping[str, float]) -> tuple[float, dict[str, Metric]]:
         """Sum over micro-batches the objective, its gradients if they are enabled, and the loss's metrics."""
         total, found = 0.0, []
-        for part in map(self._tensors, self._micro_batches(batch, batch.units())):
-            result = loss(self._masked(part, loss.outputs), part)
-            terms = [loss.weights[name] * term / counts[name] for name, term in result.terms.items() if counts[name]]
-            value = torch.stack(terms).sum() if terms else torch.zeros(())
+        for part in self._micro_batches(batch, batch.units()):
+            outputs = self._masked(self._tensors(part), loss.outputs)
+            value, of_loss = self._objective(outputs, part, loss, counts)
             if value.requires_grad:
                 torch.autograd.backward(value)
             total += float(value.detach())
-            found.append(metrics.detached(result.metrics))
+            found.append(metrics.detached(of_loss))
         return total, metrics.merge(found)
 
     def _masked(self, batch: Batch, names: Iterable[str]) -> dict[str, Any]:

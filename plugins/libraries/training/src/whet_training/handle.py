@@ -39,7 +39,7 @@ class ShardedBackend:
     """Implements `whet.interfaces.backend.Backend`, whose methods the workers have.
 
     Besides the methods of `Backend`, which take a shard in place of a batch, a worker has `coordinates` and `live`; see
-    `whet_training.losses.LossWorker`. Its `load` returns the optimizer steps of the checkpoint. Its `sleep` is called
+    `whet_ops.loss_worker.LossWorker`. Its `load` returns the optimizer steps of the checkpoint. Its `sleep` is called
     with whether the weights that it sends sleep as well.
     """
 

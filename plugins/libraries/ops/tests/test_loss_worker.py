@@ -12,7 +12,7 @@ from whet.interfaces.loss import LossResult
 
 torch = pytest.importorskip("torch")
 
-from whet_training.losses import LossWorker  # noqa: E402
+from whet_ops.loss_worker import LossWorker  # noqa: E402
 
 
 class Worker(LossWorker):
