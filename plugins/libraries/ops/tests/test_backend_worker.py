@@ -149,6 +149,16 @@ def test_outputs_are_0_where_nothing_is_learned() -> None:
     assert found[batch["loss_mask"]].all()
 
 
+@pytest.mark.parametrize("k", [3, None])
+def test_outputs_of_several_values_are_0_where_nothing_is_learned(k: int | None) -> None:
+    batch, made = random_batch(0), worker()
+    ids = torch.ones(batch.tokens, k or batch.tokens, dtype=torch.int32)  # as many values as tokens are no tokens
+    made.outputs = lambda part, names: {"topk_ids": ids}  # type: ignore[method-assign]
+    found = made.score(batch, ("topk_ids",), "policy")["topk_ids"]
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.repeat(batch["loss_mask"][:, None], ids.shape[1], 1))
+
+
 def test_checkpoints_are_read_back_and_others_refused(tmp_path: Path) -> None:
     batch, made, again = random_batch(0), worker(), worker()
     made.train(batch, LIKELIHOOD)

@@ -2,7 +2,7 @@
 
     class Worker(BackendWorker):
         def start(self): ...                       # load model and optimizer; set `lr`
-        def outputs(self, batch, names): ...       # model outputs [N] with gradient
+        def outputs(self, batch, names): ...       # model outputs [N] or [N, K] with gradient
         def clip(self): ...                        # limit the gradients, return their norm
         def step(self): ...                        # take a step, and forget the gradients
         def send_weights(self, spec): ...          # send all weights
@@ -69,7 +69,7 @@ class BackendWorker(LossWorker):
         raise NotImplementedError("override `start` to load the model")
 
     def outputs(self, batch: Batch, names: Iterable[str]) -> dict[str, Any]:
-        """Return model outputs [N] of a batch of tensors. Position t is about token t, and the first one is 0.
+        """Return model outputs [N] or [N, K] of a batch of tensors. Position t is about token t; the first one is 0.
 
         Values where `loss_mask` is false do not matter. Raise an error for a name that the backend cannot compute.
         """
@@ -127,7 +127,7 @@ class BackendWorker(LossWorker):
 
     @torch.no_grad()
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: str) -> dict[str, Any]:
-        """Return outputs: NumPy, [N] float32 each."""
+        """Return outputs: NumPy, [N] or [N, K] each."""
         if weights != "policy":
             raise WhetError(f"this backend holds no {weights} weights")
         alone = ([i] for i in range(batch.sequences))  # in their order, whatever the units
@@ -168,8 +168,11 @@ class BackendWorker(LossWorker):
         return total, metrics.merge(found)
 
     def _masked(self, batch: Batch, names: Iterable[str]) -> dict[str, Any]:
-        found = self.outputs(batch, names)
-        return {name: torch.where(batch["loss_mask"], values, 0.0) for name, values in found.items()}
+        mask, found = batch["loss_mask"], self.outputs(batch, names)
+        return {
+            name: torch.where(mask.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))
+            for name, values in found.items()
+        }
 
     def _micro_batches(self, batch: Batch, units: Iterable[Any]) -> Iterator[Batch]:
         """Cut a batch between units, so that each part has at most `micro_batch_tokens` tokens if it can."""
