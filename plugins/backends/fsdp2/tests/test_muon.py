@@ -281,9 +281,9 @@ def test_two_ranks_in_bfloat16_iterations_stay_near_one(build, make_batch, tmp_p
     compare(saved(two, tmp_path / "two"), saved(one, tmp_path / "one"), 2e-3)
 
 
-def trained(make_worker, batch, **optimizer):
+def trained(make_worker, batch, *, folder=None, **optimizer):
     """Return the weights before and after a step."""
-    worker = make_worker("qwen3", max_grad_norm=None, optimizer={"lr": 1e-2, **optimizer})
+    worker = make_worker("qwen3", folder=folder, max_grad_norm=None, optimizer={"lr": 1e-2, **optimizer})
     before = {name: w.detach().clone() for name, w in worker._weights.masters.items()}
     worker.train(batch, LIKELIHOOD)
     return before, {name: w.detach().clone() for name, w in worker._weights.masters.items()}
@@ -338,6 +338,24 @@ def test_the_rate_of_muon_is_that_of_matrices(make_worker, batch):
     for name, before in start.items():
         times = 3 if name.endswith("_proj.weight") else 1
         torch.testing.assert_close(found[name], before + times * (plain[name] - before), atol=2e-6, rtol=0)
+
+
+def test_the_factor_is_of_outputs_and_inputs_however_a_layer_stores_them(make_worker, batch, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    (start, own), (_, matched) = (
+        trained(make_worker, batch, kind="muon", muon={"scale": scale}, folder=tmp_path / "gpt2")
+        for scale in ("original", "match_rms_adamw")
+    )
+    sizes = {"attn.c_attn": (96, 32), "attn.c_proj": (32, 32), "mlp.c_fc": (128, 32), "mlp.c_proj": (32, 128)}
+    for layer, (outputs, inputs) in sizes.items():
+        name = f"transformer.h.0.{layer}.weight"
+        wanted = max(1, outputs / inputs) ** 0.5 / (0.2 * max(outputs, inputs) ** 0.5)
+        ratio = (own[name] - start[name]).norm() / (matched[name] - start[name]).norm()
+        assert float(ratio) == pytest.approx(wanted, rel=1e-3), layer
 
 
 def test_a_group_that_matches_no_weight_is_refused(make_worker):

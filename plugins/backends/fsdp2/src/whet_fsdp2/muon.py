@@ -34,6 +34,8 @@ class _Job:
     """Returns this rank's shard of the update U."""
     lr: float
     decay: float
+    inputs_first: bool
+    """Whether the matrix is stored as [inputs, outputs]."""
 
     @property
     def cost(self) -> int:
@@ -42,18 +44,18 @@ class _Job:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over groups of matrices, each group with its `lr` and `weight_decay`."""
+    """Muon over groups of matrices, each group with its `lr`, `weight_decay` and `inputs_first`."""
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], config: MuonConfig) -> None:
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.iteration_dtype)
-        super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": 0.0, "inputs_first": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take a step on every matrix that has a gradient. Every rank must take part."""
         jobs = [
-            _Job(weight, self._updated(weight), group["lr"], group["weight_decay"])
+            _Job(weight, self._updated(weight), group["lr"], group["weight_decay"], group["inputs_first"])
             for group in self.param_groups
             for weight in group["params"]
             if weight.grad is not None
@@ -88,7 +90,8 @@ class Muon(torch.optim.Optimizer):
         """Step this rank's rows of a matrix along the orthogonal update's rows."""
         weight = local(job.weight)
         weight.mul_(1 - job.lr * job.decay)
-        weight.add_(rows, alpha=-job.lr * factor(self._config.scale, *job.weight.shape))
+        outputs, inputs = reversed(job.weight.shape) if job.inputs_first else job.weight.shape
+        weight.add_(rows, alpha=-job.lr * factor(self._config.scale, outputs, inputs))
 
     def _share_out(self, jobs: list[_Job]) -> None:
         """Step along the updates of sharded matrices. In each round, rank i orthogonalizes the i-th matrix."""
@@ -138,6 +141,6 @@ def orthogonal(update: Tensor, coefficients: tuple[float, float, float], iterati
     return x.T if tall else x
 
 
-def factor(scale: str, rows: int, columns: int) -> float:
+def factor(scale: str, outputs: int, inputs: int) -> float:
     """Return the factor on the learning rate of a matrix. See `MuonConfig.scale`."""
-    return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(outputs, inputs)) if scale == "match_rms_adamw" else math.sqrt(max(1, outputs / inputs))

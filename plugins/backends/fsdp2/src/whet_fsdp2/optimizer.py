@@ -40,7 +40,7 @@ class Stepper:
             name: local(weight).detach() if self._kinds[name] != "muon" and local(weight) is not weight else weight
             for name, weight in weights.trained.items()
         }
-        groups = _groups(self._stepped, self._kinds, optimizer)
+        groups = _groups(self._stepped, self._kinds, weights.inputs_first(), optimizer)
         frozen = {id(one) for of_kind in groups.values() for group in of_kind if not group["peak"]
                   for one in group["params"]}  # fmt: skip
         self._frozen = [name for name, stepped in self._stepped.items() if id(stepped) in frozen]
@@ -229,18 +229,19 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], config: OptimizerConfig)
 
 
 def _groups(
-    trained: dict[str, Tensor], kinds: dict[str, str], optimizer: OptimizerConfig
+    trained: dict[str, Tensor], kinds: dict[str, str], inputs_first: set[str], optimizer: OptimizerConfig
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the groups of parameters of each kind: those with the same peak learning rate and decay together."""
+    """Return the groups of parameters of each kind: those with the same rates and order of axes together."""
     own = {}
     for name, weight in trained.items():
         peak = optimizer.lr if kinds[name] != "muon" or optimizer.muon.lr is None else optimizer.muon.lr
         own[name] = Rates(peak, 0.0 if is_vector(name, weight.ndim) else optimizer.weight_decay)
     refuse_unmatched(trained, optimizer.groups)
-    found: dict[tuple[str, float, float], list[Tensor]] = {}
+    found: dict[tuple[str, float, float, bool], list[Tensor]] = {}
     for name, of in rates(own, optimizer.groups).items():
-        found.setdefault((kinds[name], of.peak, of.decay), []).append(trained[name])
+        found.setdefault((kinds[name], of.peak, of.decay, name in inputs_first), []).append(trained[name])
     groups: dict[str, list[dict[str, Any]]] = {}
-    for (kind, peak, decay), weights in found.items():
-        groups.setdefault(kind, []).append({"params": weights, "peak": peak, "lr": peak, "weight_decay": decay})
+    for (kind, peak, decay, first), weights in found.items():
+        group = {"params": weights, "peak": peak, "lr": peak, "weight_decay": decay, "inputs_first": first}
+        groups.setdefault(kind, []).append(group)
     return groups

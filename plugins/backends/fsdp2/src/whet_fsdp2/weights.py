@@ -97,6 +97,12 @@ class PolicyWeights:
         """Return the names of the matrices in the layers: see the function `matrices`."""
         return matrices(self.root)
 
+    def inputs_first(self) -> set[str]:
+        """Return the names of the matrices that layers store as [inputs, outputs], as GPT-2 does."""
+        from transformers.pytorch_utils import Conv1D
+
+        return {f"{name}.weight" for name, module in self.root.model.named_modules() if isinstance(module, Conv1D)}
+
     def square_of_norm(self) -> Tensor:
         """Return this rank's part of the square of the gradient's global norm: a 0-d float64 tensor.
 
