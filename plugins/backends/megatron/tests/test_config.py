@@ -105,6 +105,8 @@ def test_a_rank_with_padding_alone_is_refused():
         ({"hidden_act": "gelu"}, "has the activation gelu"),
         ({"attention_bias": True}, "has biases"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "attends to a sliding window"),
+        ({"use_sliding_window": True}, "attends to a sliding window"),
+        ({**MIXED, "model_type": "mixtral", "sliding_window": 4096}, "attends to a sliding window"),
         ({"rope_scaling": {"type": "yarn"}}, "scales rotary positions by yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "has low_freq_factor 2.0"),
         ({"rms_norm_eps": None}, "has a config.json without rms_norm_eps"),
@@ -125,6 +127,19 @@ def test_what_megatron_cannot_compute_is_refused_by_the_plan_and_by_the_worker(c
     with pytest.raises(ConfigError):
         architecture.read(of)
     assert facts(MegatronConfig(), of).memory is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("changes", [
+    {}, {"sliding_window": 8}, {"use_sliding_window": True}, {"sliding_window": 8, "use_sliding_window": True},
+    {"sliding_window": None, "use_sliding_window": True}, {"sliding_window": 8, "use_sliding_window": False},
+], ids=str)  # fmt: skip
+def test_windows_are_those_of_transformers(kind, changes):
+    configs = pytest.importorskip("transformers").AutoConfig
+    window = configs.for_model(kind, **changes).sliding_window
+    of = model(**{**MIXED, **changes, "model_type": kind})
+    refused = any("sliding window" in one for one in architecture.refusals(of))
+    assert refused == bool(window)
 
 
 def test_a_config_that_names_no_quantisation_is_that_of_plain_weights():

@@ -80,9 +80,12 @@ class Family:
     """`config.json` -> what of it Megatron cannot compute: sentences without a subject, e.g. `has biases`."""
 
 
-def _sliding(config: Config) -> Iterator[str]:
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        yield "attends to a sliding window (sliding_window)"
+SLIDING = "attends to a sliding window (sliding_window)"
+
+
+def _qwen2(config: Config) -> Iterator[str]:
+    if config.get("use_sliding_window") and config.get("sliding_window", 4096):  # the defaults of `transformers`
+        yield SLIDING
 
 
 def _biases(config: Config) -> Iterator[str]:
@@ -92,7 +95,7 @@ def _biases(config: Config) -> Iterator[str]:
 
 def _qwen3(config: Config) -> Iterator[str]:
     yield from _biases(config)
-    yield from _sliding(config)
+    yield from _qwen2(config)
 
 
 def _qwen3_moe(config: Config) -> Iterator[str]:
@@ -108,13 +111,14 @@ def _one_expert(config: Config) -> Iterator[str]:
 
 
 def _mixtral(config: Config) -> Iterator[str]:
-    yield from _sliding(config)
+    if config.get("sliding_window"):
+        yield SLIDING
     yield from _one_expert(config)
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(DENSE, unfit=_biases),
-    "qwen2": Family(DENSE, lambda config: {"qkv_bias": True}, _sliding),
+    "qwen2": Family(DENSE, lambda config: {"qkv_bias": True}, _qwen2),
     "qwen3": Family(DENSE, lambda config: {"qk_norm": True}, _qwen3),
     "qwen3_moe": Family(
         QWEN_MOE,
