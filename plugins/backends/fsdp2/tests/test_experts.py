@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from whet.component import Spec
 from whet.data.batch import from_sequences
 from whet.errors import ConfigError, WhetError
-from whet_training.layout import used_lengths
+from whet_training.layout import shared_prompts, used_lengths
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 WEIGHTED = Spec("whet_testing.losses:Weighted")
@@ -257,6 +257,21 @@ def _alike(batch):
     for i, key in enumerate(zip(group, position, batch["tokens"], strict=True)):
         column[i] = column[first.setdefault(key, i)]
     return column
+
+
+@pytest.mark.parametrize("kept", [0, -1])
+def test_a_shared_prompt_is_replayed_if_one_of_its_sequences_has_a_record(make_worker, batch, kept):
+    whole = recorded(batch)
+    whole = whole.with_columns(routed_experts=_alike(whole))
+    lost, starts = whole["routed_experts"].copy(), np.cumsum(batch["lengths"]) - batch["lengths"]
+    owner = shared_prompts(batch, used_lengths(batch))
+    for one in set(owner[owner >= 0]):
+        for i in np.delete(np.flatnonzero(owner == one), kept):
+            lost[starts[i] : starts[i] + batch["prompt_lengths"][i]] = -1
+    worker = make_worker("qwen3_moe", layout="shared", experts={"replay": True})
+    expected = worker.score(whole, ("logprobs",))["logprobs"]
+    found = worker.score(whole.with_columns(routed_experts=lost), ("logprobs",))["logprobs"]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_mixture_without_options_trains_as_without_them_bitwise(make_worker, batch):

@@ -88,7 +88,9 @@ class Experts:
         sampled = self._by_layer(part)[where]
         if self.config.replay and weights == "policy":
             replayed = np.full((rows, *sampled.shape[1:]), -1, np.int16)
-            replayed[at] = sampled
+            # A prompt that sequences share: a record overwrites what another sequence does not know.
+            order = np.argsort((sampled >= 0).all((1, 2)), kind="stable")
+            replayed[at[order]] = sampled[order]
             self._routers.replay(torch.from_numpy(replayed).to(device))
         self._entered = Entered(counts, torch.from_numpy(sampled).to(device), torch.from_numpy(at).to(device))
 
