@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet_vllm.sampling import completion
+from whet_vllm.sampling import completion, progress
 
 
 def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:
@@ -37,6 +38,18 @@ def test_a_completion_has_what_the_output_says() -> None:
     )
     assert made.tokens.tolist() == [4, 5]
     assert made.logprobs.tolist() == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_report_has_as_many_likeliest_tokens_as_are_wanted(k: int) -> None:
+    starts = [0, 1 + k, 2 * (1 + k)]
+    tokens = [token for own in (4, 5, 6) for token in (own, *range(7, 7 + k))]
+    flat = SimpleNamespace(start_indices=starts, token_ids=tokens, logprobs=[-0.1 * token for token in tokens])
+    made = progress(evolve(request(), progress=k), output(token_ids=[4, 5, 6], logprobs=flat), 1)
+    assert (made.begin, made.tokens.tolist()) == (1, [5, 6])
+    np.testing.assert_allclose(made.logprobs, [-0.5, -0.6], rtol=1e-6)
+    assert made.likeliest.shape == made.likeliest_logprobs.shape == (2, k)
+    assert made.likeliest.tolist() == [list(range(7, 7 + k))] * 2
 
 
 @pytest.mark.parametrize(

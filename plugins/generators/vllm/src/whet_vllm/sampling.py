@@ -67,8 +67,8 @@ def progress(request: Request, output: Any, begin: int) -> Progress:
         begin,
         np.array(found.token_ids[begin:], np.int64),
         sampled_logprobs(flat, count, begin),
-        np.array([[flat.token_ids[i] for i in at] for at in likeliest], np.int64).reshape(-1, k),
-        np.array([[flat.logprobs[i] for i in at] for at in likeliest], np.float32).reshape(-1, k),
+        np.array([[flat.token_ids[i] for i in at] for at in likeliest], np.int64).reshape(len(likeliest), k),
+        np.array([[flat.logprobs[i] for i in at] for at in likeliest], np.float32).reshape(len(likeliest), k),
     )
 
 
