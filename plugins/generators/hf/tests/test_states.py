@@ -81,6 +81,16 @@ def ask(worker: Worker, requests: list[Request]) -> dict[str, Completion | str]:
     return dict(one if isinstance(one, tuple) else (one.id, one) for one in asyncio.run(answers()))
 
 
+def gap(worker: Worker, request: Request, one: Completion) -> float:
+    """Return the largest difference to the logprobs of a full forward, in nats."""
+    sequence = torch.from_numpy(np.concatenate([request.tokens, one.tokens]))
+    with torch.no_grad():
+        logprobs = worker._model(input_ids=sequence[None], use_cache=False).logits[0].double().log_softmax(-1)
+    begin = len(request.tokens)
+    expected = logprobs[begin - 1 : -1].gather(1, sequence[begin:, None])[:, 0]
+    return float((expected - torch.from_numpy(one.logprobs)).abs().max())
+
+
 @pytest.mark.parametrize("family", STATES)
 def test_logprobs_of_a_model_with_states_are_those_of_a_full_forward(make: Any, family: str) -> None:
     worker = make_worker(make(family, **STATES[family]))
@@ -96,12 +106,7 @@ def test_logprobs_of_a_model_with_states_are_those_of_a_full_forward(make: Any, 
     for request in requests:
         one = together[request.id]
         assert isinstance(one, Completion)
-        sequence = torch.from_numpy(np.concatenate([request.tokens, one.tokens]))
-        with torch.no_grad():
-            logprobs = worker._model(input_ids=sequence[None], use_cache=False).logits[0].double().log_softmax(-1)
-        begin = len(request.tokens)
-        expected = logprobs[begin - 1 : -1].gather(1, sequence[begin:, None])[:, 0]
-        assert float((expected - torch.from_numpy(one.logprobs)).abs().max()) < BAR
+        assert gap(worker, request, one) < BAR
     alone = ask(worker, requests[:1])["0-0"]
     assert isinstance(alone, Completion)
     assert np.array_equal(alone.tokens, together["0-0"].tokens)  # type: ignore[union-attr]
@@ -147,10 +152,37 @@ def test_a_token_of_gemma_4_is_counted_with_layers_of_two_sizes(make: Any) -> No
     worker.close()
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt2", {"max_position_embeddings": 32}),
+        ("phi3", {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
+        ("llama", {"max_position_embeddings": 32, "rope_parameters": DYNAMIC}),
+    ],
+)
+def test_a_row_that_has_ended_takes_no_position_that_a_model_lacks_or_that_changes_all_rows(
+    make: Any, family: str, config: dict[str, Any]
+) -> None:
+    worker = make_worker(make(family, **config))
+    assert isinstance(worker._decoder, PlainDecoder)
+    requests = [Request("long", np.arange(3, 33), Sampling(max_tokens=2), 0)]
+    requests += [Request(str(i), np.arange(3, 8 + i), Sampling(max_tokens=18), i) for i in range(7)]
+    found = ask(worker, requests)
+    for request in requests:
+        one = found[request.id]
+        assert isinstance(one, Completion)
+        assert len(one.tokens) == request.sampling.max_tokens
+        assert gap(worker, request, one) < BAR
+    worker.close()
+
+
 def test_a_request_whose_positions_would_depend_on_its_batch_is_refused(make: Any) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    config = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": rope}
+    config = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}
     worker = make_worker(make("phi3", **config))
     found = ask(worker, [Request(str(n), np.arange(3, 31), Sampling(max_tokens=n), 0) for n in (4, 5)])
     assert isinstance(found["4"], Completion)
@@ -162,8 +194,7 @@ def test_a_request_whose_positions_would_depend_on_its_batch_is_refused(make: An
 
 
 def test_dynamic_rotary_embeddings_end_where_they_would_depend_on_the_batch(make: Any) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    worker = make_worker(make("llama", max_position_embeddings=32, rope_parameters=rope))
+    worker = make_worker(make("llama", max_position_embeddings=32, rope_parameters=DYNAMIC))
     found = ask(worker, [Request("a", np.arange(3, 31), Sampling(max_tokens=9), 0)])["a"]
     assert isinstance(found, Completion)
     assert len(found.tokens) == 4

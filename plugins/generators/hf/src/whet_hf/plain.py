@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whet.data.records import IntArray
+from whet_ops.rotary import longest_alone
 from whet_ops.routing import Routers
 
 
@@ -26,6 +27,10 @@ class PlainDecoder:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self.attends = "cache_params" not in taken
         """Whether the model has attention. Mamba has none, another word for the cache, and masks prompts alone."""
+        self.last_position = min(filter(None, (max_positions(model), longest_alone(model))), default=2**31) - 1
+        """No request goes beyond it. A row that has ended and is still computed stays there: the model may have no
+        later position, or compute all rows otherwise from there on.
+        """
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +107,7 @@ class PlainSession:
         )
         if self._decoder.routers is not None:
             self.routed = self._routed(len(tokens))[:, 0]
-        self._position = self._position + 1
+        self._position = (self._position + 1).clamp(max=self._decoder.last_position)
         self.logits = output.logits[:, -1]
 
     def ended(self, row: int, tokens: IntArray, prompt: int) -> None:
@@ -119,6 +124,11 @@ class PlainSession:
         """Keep only these rows, in this order. A row may appear more than once."""
         select(self.cache, rows)
         self._mask, self._position, self.logits = self._mask[rows], self._position[rows], self.logits[rows]
+
+
+def max_positions(model: Any) -> int:
+    """Return the most tokens of a sequence. 0: the model states no limit."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
 def select(cache: Any, rows: Tensor) -> None:

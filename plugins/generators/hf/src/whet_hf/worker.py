@@ -24,7 +24,7 @@ from whet_generation.stopping import StopStrings
 from whet_hf.decode import Aborts, Job, Report, decode
 from whet_hf.loading import choose_decoder, load_model
 from whet_hf.own import OwnWeights
-from whet_hf.plain import PlainDecoder
+from whet_hf.plain import PlainDecoder, max_positions
 from whet_hf.shared import SharedWeights
 from whet_hf.swap import Weights
 from whet_ops.rotary import longest_alone
@@ -298,11 +298,6 @@ def split(jobs: list[Job], lanes: int) -> list[list[Job]]:
     lanes = max(1, min(lanes, len(jobs) // LANE_ROWS))
     cuts = [len(jobs) * lane // lanes for lane in range(lanes + 1)]
     return [jobs[a:b] for a, b in pairwise(cuts)]
-
-
-def max_positions(model: Any) -> int:
-    """Return the most tokens of a sequence. 0: the model states no limit."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
 def most_cache_bytes(model: Any, cache_bytes: int, max_batch: int) -> int:
