@@ -99,6 +99,23 @@ def test_a_batch_is_no_larger_than_the_cache(tiny_model_folder: Path, requests_o
     assert seen[-1] == ["long"]
 
 
+def test_the_cache_of_a_batch_has_room_for_the_longest_prompt_and_the_longest_completion(
+    tiny_model_folder: Path, monkeypatch: Any
+) -> None:
+    worker = make_worker(tiny_model_folder, cache_bytes=512 * 120 * 3, prefix_caching=False)
+    seen = batches_of(worker, monkeypatch)
+    requests = [Request("prompt", np.arange(100), Sampling(10), 0)]
+    requests += [Request(str(i), np.arange(10), Sampling(100), i) for i in range(5)]
+    run(ask(worker, requests))
+    assert [len(ids) for ids in seen] == [1, 3, 2]
+    assert worker._decoder.free() <= 512 * 120 * 3
+    requests = [evolve(request, sampling=Sampling(20)) for request in requests]
+    run(ask(worker, requests))
+    assert [len(ids) for ids in seen[3:]] == [3, 3]
+    assert worker._decoder.free() <= 512 * 120 * 3
+    worker.close()
+
+
 def test_messages_may_use_the_same_ids(worker: Worker, requests_of: Any) -> None:
     async def two_messages() -> list[Any]:
         return await asyncio.gather(ask(worker, requests_of(4, seed=1)), ask(worker, requests_of(4, seed=2)))

@@ -265,10 +265,11 @@ class Worker:
 
     def _next_batch(self) -> list[_Queued]:
         """Remove from the queue, in order, the requests that fit `max_batch` and the cache. Returns at least one."""
-        longest, count, (token, row) = 0, 0, self._bytes
+        prompt, limit, count, (token, row) = 0, 0, 0, self._bytes
         for queued in self._queue[: self._max_batch]:
-            longest = max(longest, len(queued.job.request.tokens) + queued.job.limit)
-            if count and (count + 1) * (longest * token + row) > self._cache_bytes:
+            # Prompts are right-aligned, so each row has room for the longest one and for the longest completion.
+            prompt, limit = max(prompt, len(queued.job.request.tokens)), max(limit, queued.job.limit)
+            if count and (count + 1) * ((prompt + limit) * token + row) > self._cache_bytes:
                 break
             count += 1
         batch, self._queue = self._queue[:count], self._queue[count:]
