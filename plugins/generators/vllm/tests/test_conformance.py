@@ -1,5 +1,6 @@
 """The generator keeps the contract with a real engine: in one process of vLLM's, and spread over two."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from whet.component import GeneratorFacts
+from whet.data.records import Completion, Progress
+from whet.interfaces.generator import Listener, listening
 from whet.interfaces.workers import RoleContext
 from whet_testing.contracts.component import MODEL
 from whet_testing.contracts.generator import ModelGeneratorContract
@@ -17,6 +20,7 @@ from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
 from whet_vllm.facts import facts
 from whet_vllm.generator import VllmGenerator
+from whet_weights.transfer import send
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +54,39 @@ class Contract(ModelGeneratorContract):
         return Reference(models(seed=7))
 
 
+class WithASmallCache(Contract):
+    """Has room for five blocks of 128 tokens."""
+
+    def make(self, context: RoleContext) -> VllmGenerator:
+        return VllmGenerator(VllmConfig(cache_gib=6 * 128 / 2**20), context)
+
+
 class TestInThisProcess(Contract):
+    def test_requests_that_lost_their_place_in_the_cache_are_drained_too(
+        self, tmp_path: Path, tiny_model_folder: Path, tiny_tokenizer: Any, groups: Any, other: Reference
+    ) -> None:
+        seen: dict[str, int] = {}
+
+        def heard(tokens: Progress) -> None:
+            seen[tokens.id] = tokens.begin + len(tokens.tokens)
+
+        async def drained(subject: Subject) -> tuple[list[int], list[Completion]]:
+            requests = [subject.request([5 + i] * 100, i, max_tokens=120) for i in range(4)]
+            with listening(Listener(heard)):
+                tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
+            while max(seen.values(), default=0) < 40:
+                await asyncio.sleep(0.001)
+            lengths = list(seen.values())
+            spec = self._spec(subject, "shared-memory", 1)
+            await asyncio.to_thread(send, spec, other.weights())
+            await asyncio.to_thread(lambda: subject.generator.receive_weights(spec, 1, "drain").result())
+            return lengths, await asyncio.gather(*tasks)
+
+        with WithASmallCache().built(tmp_path, tiny_model_folder, tiny_tokenizer, groups) as subject:
+            lengths, completions = subject.run(drained(subject))
+        assert min(lengths) < 30, "all requests stayed in the cache"
+        assert [(c.versions, len(c.tokens)) for c in completions] == [(((0, 0),), 120)] * 4
+
     def test_what_a_prompts_beginning_left_in_the_cache_is_forgotten_with_the_weights(
         self, subject: Subject, reference: Reference, other: Reference
     ) -> None:

@@ -64,6 +64,8 @@ class Worker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: set[str] = set()
         """Ids of requests that wait at the gate."""
+        self._inside: set[asyncio.Task[None]] = set()
+        """Tasks of requests that have passed the gate."""
         self._adapter: Any = None
         """vLLM's name of the adapter that all requests use. None: no adapter has come."""
         self._broken = ""
@@ -176,6 +178,9 @@ class Worker:
                 await self._gate.wait()
         finally:
             self._waiting.discard(request.id)
+        if (task := asyncio.current_task()) is not None:
+            self._inside.add(task)
+            task.add_done_callback(self._inside.discard)
         if self._broken:
             raise WeightSyncError(
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
@@ -250,6 +255,8 @@ class Worker:
             self._asleep = "but for weights"
             await self._engine.llm.wake_up(tags=["weights"])
             return await self._take(spec, version)
+        if on_weight_update == "drain" and self._inside:  # vLLM's own "wait" leaves out what it has preempted
+            await asyncio.wait(self._inside)
         await self._engine.llm.pause_generation(mode=PAUSES[on_weight_update])
         try:
             await self._take(spec, version)
