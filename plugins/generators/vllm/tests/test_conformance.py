@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.component import GeneratorFacts
 from whet.data.records import Completion, Progress
@@ -86,6 +88,23 @@ class TestInThisProcess(Contract):
             lengths, completions = subject.run(drained(subject))
         assert min(lengths) < 30, "all requests stayed in the cache"
         assert [(c.versions, len(c.tokens)) for c in completions] == [(((0, 0),), 120)] * 4
+
+    def test_a_request_that_is_sent_again_as_it_is_given_up_can_be_aborted(self, subject: Subject) -> None:
+        (worker,) = subject.generator._replicas.workers._workers  # type: ignore[attr-defined]
+
+        async def again() -> Completion:
+            request = evolve(subject.request(max_tokens=200), progress=0)
+            first = worker.generate([request])
+            await anext(first)
+            worker._loop.call_soon_threadsafe(time.sleep, 0.2)  # so that the loop finds both at once
+            await first.aclose()
+            second = worker.generate([request])
+            await anext(second)
+            async for _ in worker.abort([request.id]):
+                pass
+            return [outcome async for outcomes in second for outcome in outcomes][-1]
+
+        assert subject.run(again()).stop == "abort"
 
     def test_what_a_prompts_beginning_left_in_the_cache_is_forgotten_with_the_weights(
         self, subject: Subject, reference: Reference, other: Reference

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from attrs import asdict
 
@@ -62,8 +62,9 @@ class Worker:
         self._thread = threading.Thread(target=self._loop.run_forever, name="whet-vllm", daemon=True)
         self._thread.start()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._waiting: set[str] = set()
-        """Ids of requests that wait at the gate."""
+        """The last task of each id: a request may be sent again before the task that was given up has ended."""
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Tasks of requests that wait at the gate."""
         self._inside: set[asyncio.Task[None]] = set()
         """Tasks of requests that have passed the gate."""
         self._adapter: Any = None
@@ -90,7 +91,7 @@ class Worker:
                 yield done
         finally:
             with suppress(RuntimeError):  # the worker was closed meanwhile, and all its requests with it
-                self._loop.call_soon_threadsafe(self._cancel, [request.id for request in requests], mailbox)
+                self._loop.call_soon_threadsafe(self._cancel, mailbox)
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
         """End requests early with `stop="abort"`: waiting requests at once, running requests at their next token."""
@@ -145,42 +146,44 @@ class Worker:
 
     def _admit(self, requests: list[Request], mailbox: "_Mailbox") -> None:
         for request in requests:
-            self._tasks[request.id] = self._loop.create_task(self._serve(request, mailbox))
+            task = self._tasks[request.id] = self._loop.create_task(self._serve(request, mailbox))
+            mailbox.tasks.append(task)
 
-    def _cancel(self, ids: list[str], mailbox: "_Mailbox") -> None:
-        for id_ in ids:
-            if id_ in self._tasks and id_ not in mailbox.served:
-                self._tasks[id_].cancel()
+    def _cancel(self, mailbox: "_Mailbox") -> None:
+        for task in mailbox.tasks:
+            task.cancel()
 
     async def _abort(self, ids: list[str]) -> None:
-        for id_ in self._waiting.intersection(ids):
-            self._tasks[id_].cancel("aborted")
-        await self._engine.llm.abort([id_ for id_ in ids if id_ in self._tasks and id_ not in self._waiting])
+        asked = {id_: self._tasks[id_] for id_ in ids if id_ in self._tasks}
+        for task in self._waiting.intersection(asked.values()):
+            task.cancel("aborted")
+        await self._engine.llm.abort([id_ for id_, task in asked.items() if task in self._inside])
 
     async def _serve(self, request: Request, mailbox: "_Mailbox") -> None:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         try:
-            mailbox.put(request.id, await self._ask(request, mailbox))
+            mailbox.put(await self._ask(request, mailbox, task))
         except asyncio.CancelledError as error:
             if error.args == ("aborted",):
-                mailbox.put(request.id, nothing_yet(request.id))
+                mailbox.put(nothing_yet(request.id))
             raise
         except Exception as error:  # the edge of this task: the caller must get the error
-            mailbox.put(request.id, self._refusal(request, error))
+            mailbox.put(self._refusal(request, error))
         finally:
-            self._tasks.pop(request.id, None)
+            self._inside.discard(task)
+            if self._tasks.get(request.id) is task:
+                del self._tasks[request.id]
 
-    async def _ask(self, request: Request, mailbox: "_Mailbox") -> Completion:
+    async def _ask(self, request: Request, mailbox: "_Mailbox", task: "asyncio.Task[None]") -> Completion:
         most, words = self._engine.max_length, self._engine.vocab_size
         limit = completion_limit(request, most, words, "vLLM", LOWEST_TEMPERATURE, schemas=True)
-        self._waiting.add(request.id)
+        self._waiting.add(task)
         try:
             while not self._gate.is_set():
                 await self._gate.wait()
         finally:
-            self._waiting.discard(request.id)
-        if (task := asyncio.current_task()) is not None:
-            self._inside.add(task)
-            task.add_done_callback(self._inside.discard)
+            self._waiting.discard(task)
+        self._inside.add(task)
         if self._broken:
             raise WeightSyncError(
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
@@ -191,7 +194,7 @@ class Worker:
         async for output in self._engine.llm.generate(prompt, params, request.id, lora_request=self._adapter):
             last = output
             if request.progress is not None and (tokens := progress(request, output, reported)).tokens.size:
-                mailbox.post(tokens)
+                mailbox.put(tokens)
                 reported += len(tokens.tokens)
         return completion(request, last)
 
@@ -314,14 +317,10 @@ class _Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._event = loop, asyncio.Event()
         self._outcomes: deque[Outcome | Exception] = deque()
-        self.served: set[str] = set()
+        self.tasks: list[asyncio.Task[None]] = []
+        """Tasks of the requests whose outcomes it carries."""
 
-    def put(self, id_: str, outcome: Outcome | Exception) -> None:
-        """Deliver the outcome of a request. Called on the engine's loop."""
-        self.served.add(id_)
-        self.post(outcome)
-
-    def post(self, outcome: Outcome | Exception) -> None:
+    def put(self, outcome: Outcome | Exception) -> None:
         """Deliver an outcome or a report of tokens. Called on the engine's loop."""
         self._outcomes.append(outcome)
         if len(self._outcomes) == 1:
