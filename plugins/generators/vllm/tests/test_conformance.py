@@ -12,6 +12,7 @@ from attrs import evolve
 
 from whet.component import GeneratorFacts
 from whet.data.records import Completion, Progress
+from whet.errors import WhetError
 from whet.interfaces.generator import Listener, listening
 from whet.interfaces.workers import RoleContext
 from whet_testing.contracts.component import MODEL
@@ -105,6 +106,14 @@ class TestInThisProcess(Contract):
             return [outcome async for outcomes in second for outcome in outcomes][-1]
 
         assert subject.run(again()).stop == "abort"
+
+    def test_stop_strings_are_refused_if_the_model_folder_has_no_tokenizer(
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (worker,) = subject.generator._replicas.workers._workers  # type: ignore[attr-defined]
+        monkeypatch.setattr(worker._engine, "has_tokenizer", False)
+        with pytest.raises(WhetError, match="stop strings, which vLLM cannot find without a tokenizer"):
+            subject.ask(subject.request(stop=("a",)))
 
     def test_what_a_prompts_beginning_left_in_the_cache_is_forgotten_with_the_weights(
         self, subject: Subject, reference: Reference, other: Reference

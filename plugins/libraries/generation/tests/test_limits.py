@@ -27,6 +27,12 @@ def test_a_completion_ends_at_the_longest_sequence() -> None:
     assert completion_limit(request(temperature=0.0), 256, 384, "Steam", 0.01) > 0
 
 
+def test_stop_strings_are_refused_where_no_tokenizer_finds_them() -> None:
+    assert completion_limit(request(max_tokens=9), 256, 384, "Steam", strings=False) == 9
+    with pytest.raises(WhetError, match="request r1 has stop strings, which Steam cannot find without a tokenizer"):
+        completion_limit(request(stop=("a",)), 256, 384, "Steam", strings=False)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

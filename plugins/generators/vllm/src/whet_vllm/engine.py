@@ -54,6 +54,7 @@ class Engine:
                 self.llm = self._start(dict(arguments))
             self._guards = self._guards.pop_all()
         note(self._shared)
+        self.has_tokenizer = not arguments["skip_tokenizer_init"]
         self.processes, self.model = int(arguments["tensor_parallel_size"]), str(arguments["model"])
         config = self.llm.model_config
         self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())

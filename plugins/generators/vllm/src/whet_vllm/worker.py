@@ -175,8 +175,8 @@ class Worker:
                 del self._tasks[request.id]
 
     async def _ask(self, request: Request, mailbox: "_Mailbox", task: "asyncio.Task[None]") -> Completion:
-        most, words = self._engine.max_length, self._engine.vocab_size
-        limit = completion_limit(request, most, words, "vLLM", LOWEST_TEMPERATURE, schemas=True)
+        most, words, strings = self._engine.max_length, self._engine.vocab_size, self._engine.has_tokenizer
+        limit = completion_limit(request, most, words, "vLLM", LOWEST_TEMPERATURE, schemas=True, strings=strings)
         self._waiting.add(task)
         try:
             while not self._gate.is_set():

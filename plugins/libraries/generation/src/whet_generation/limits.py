@@ -14,18 +14,23 @@ def context_length(own: int, asked: int, most: int) -> int:
 
 def completion_limit(
     request: Request, max_length: int, vocab_size: int, engine: str, lowest_temperature: float = 0.0,
-    schemas: bool = False,
+    schemas: bool = False, strings: bool = True,
 ) -> int:  # fmt: skip
     """Return how many tokens the completion may have. Raises `WhetError` for a request that cannot be served.
 
     max_length: limit of prompt and completion; lowest_temperature: the lowest that the engine supports, apart from 0;
-    schemas: whether the engine can hold a text to a JSON schema.
+    schemas: whether the engine can hold a text to a JSON schema; strings: whether it can find stop strings.
     """
     length, sampling = len(request.tokens), request.sampling
     if length == 0:
         raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
     if sampling.schema and not schemas:
         raise WhetError(f"request {request.id} has a JSON schema, and {engine} cannot hold a text to it here")
+    if sampling.stop and not strings:
+        raise WhetError(
+            f"request {request.id} has stop strings, which {engine} cannot find without a tokenizer in the model "
+            "folder; add its files, or use stop tokens"
+        )
     if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
         raise WhetError(f"request {request.id} has a token outside the vocabulary of {vocab_size}")
     if length >= max_length:
