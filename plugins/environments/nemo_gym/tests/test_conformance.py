@@ -199,7 +199,7 @@ def test_no_more_episodes_talk_to_the_server_than_allowed(data: str) -> None:
 
 class Slow(FakeModel):
     async def reply(self, *asked: Any, **settings: Any) -> Reply:
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(6.5)
         return await super().reply(*asked, **settings)
 
     def with_tools(self, tools: Tools) -> FakeModel:
@@ -216,7 +216,7 @@ def test_waiting_for_a_session_counts_against_no_deadline(server: CounterServer,
             return (await environment.run(task, model))["turns"]
 
     async def both() -> list[float]:
-        return await asyncio.gather(play(Slow("5"), 60.0), play(FakeModel("5"), 2.0))
+        return await asyncio.gather(play(Slow("5"), 60.0), play(FakeModel("5"), 6.0))
 
     assert asyncio.run(both()) == [1.0, 1.0]
 

@@ -178,7 +178,7 @@ def test_no_more_sessions_are_open_than_allowed() -> None:
 
 class Slow(FakeModel):
     async def reply(self, *asked: Any, **settings: Any) -> Reply:
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(6.5)
         return await super().reply(*asked, **settings)
 
 
@@ -190,7 +190,7 @@ def test_waiting_for_a_session_counts_against_no_deadline(server: GuessServer) -
             return (await environment.run(Task("", {"seed": 47}), model))["reward"]
 
     async def both() -> list[float]:
-        models = ((Slow("<action>7</action>"), 60.0), (FakeModel("<action>7</action>"), 2.0))
+        models = ((Slow("<action>7</action>"), 60.0), (FakeModel("<action>7</action>"), 6.0))
         return await asyncio.gather(*(play(*one) for one in models))
 
     assert asyncio.run(both()) == [1.0, 1.0]

@@ -220,7 +220,7 @@ def test_waiting_for_a_process_counts_against_no_deadline(tmp_path):
             return await episode(environment, call("hangs", seconds=seconds), "no")
 
     async def both():
-        return await asyncio.gather(play(2.5, 60.0), play(0.0, 2.0))
+        return await asyncio.gather(play(6.5, 60.0), play(0.0, 6.0))
 
     try:
         assert [results for _, results in asyncio.run(both())] == [[result("slept")]] * 2
