@@ -15,7 +15,8 @@ from whet_distill.config import (
     TeacherPgConfig,
     TopkKlConfig,
 )  # fmt: skip
-from whet_ops.algorithms.config import average_problems, minibatch_problems, terms_of
+from whet_ops.algorithms.config import terms_of
+from whet_ops.algorithms.problems import average_problems, minibatch_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import Config

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from whet.data.randomness import derive_seed
 from whet_grpo.config import GrpoConfig
-from whet_ops.algorithms import policy_steps
-from whet_ops.algorithms.config import reads_old_logprobs, wants_reference
+from whet_ops.algorithms import config as shared
+from whet_ops.algorithms.config import OldLogprobs, reads_old_logprobs, wants_reference
 from whet_ops.algorithms.policy_steps import (
-    OldLogprobs,
     advantage_metrics,
     clip_advantages,
     correct_gap,
@@ -67,10 +66,10 @@ class Grpo:
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Return the source of the old policy's logprobs; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
+    """Return the source of the old policy's logprobs; see `whet_ops.algorithms.config.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted or reads_old_logprobs(config, config.loss)
-    return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
+    return shared.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 
 
 def several(config: GrpoConfig) -> bool:

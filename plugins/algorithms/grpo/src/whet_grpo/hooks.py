@@ -7,7 +7,8 @@ from whet import hookimpl
 from whet.component import Component, Problem
 from whet_grpo import config as sections
 from whet_grpo.config import GroupLossConfig, GrpoConfig
-from whet_ops.algorithms.config import policy_loss_problems, policy_problems, terms_of
+from whet_ops.algorithms.config import terms_of
+from whet_ops.algorithms.problems import policy_loss_problems, policy_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import Config

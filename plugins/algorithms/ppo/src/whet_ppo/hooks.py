@@ -7,7 +7,8 @@ from whet import hookimpl
 from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_ops.algorithms.config import average_problems, policy_loss_problems, policy_problems, terms_of
+from whet_ops.algorithms.config import terms_of
+from whet_ops.algorithms.problems import average_problems, policy_loss_problems, policy_problems
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
 
 if TYPE_CHECKING:

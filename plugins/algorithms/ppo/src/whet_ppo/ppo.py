@@ -14,9 +14,8 @@ from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.data.randomness import derive_seed
 from whet_chat.same_tokens import folders_of_roles
-from whet_ops.algorithms.config import reads_old_logprobs, wants_reference
+from whet_ops.algorithms.config import choose_old_logprobs, reads_old_logprobs, wants_reference
 from whet_ops.algorithms.policy_steps import (
-    choose_old_logprobs,
     correct_gap,
     keep_uncertain,
     logged,

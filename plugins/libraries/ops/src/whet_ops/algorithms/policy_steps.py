@@ -8,7 +8,7 @@ exception: some corrections run within the training pass instead; see `place_cor
 """
 
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import asdict, evolve
@@ -23,6 +23,7 @@ from whet_ops.algorithms.config import (
     CorrectionSection,
     CovarianceSection,
     KlRewardSection,
+    OldLogprobs,
     OverlongSection,
     TopEntropySection,
 )
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
 
 Metrics = dict[str, Metric]
-OldLogprobs = Literal["current", "score", "sampler"]
 ADVANTAGES = tuple(step / 4 for step in range(-16, 17))
 """Grid of the histogram of advantages, from -4 to 4."""
 _KL_WEIGHT = "kl_reward.weight"
@@ -68,22 +68,6 @@ def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
     return Spec(
         "whet_ops.algorithms.corrected_loss:Corrected", "", {"loss": asdict(loss), "correction": asdict(section)}
     )
-
-
-def choose_old_logprobs(
-    wanted: Literal["auto", "trainer", "sampler"], scored: bool, corrected: bool, max_staleness: int
-) -> OldLogprobs:
-    """Return the source of the old policy's logprobs.
-
-    `current`: the loss uses its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass of
-    the trainer before the first minibatch. It is needed if a batch gets several optimizer steps or an earlier
-    correction, or if the loss reads the column (`scored`). `sampler`: the logprobs recorded while sampling. `auto`
-    chooses the trainer's logprobs at staleness 0, and with a correction, which compares them with the sampler's
-    (`corrected`).
-    """
-    if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
-        return "sampler"
-    return "score" if scored else "current"
 
 
 def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:
