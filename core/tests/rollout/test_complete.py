@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,14 +105,31 @@ def test_a_stop_string_across_parts_ends_the_answer(cuts: list[int]) -> None:
     assert made.versions[-1][0] < len(made.tokens)
 
 
-def test_a_generator_that_cuts_short_at_the_limit_is_not_asked_for_nothing() -> None:
+@pytest.mark.parametrize(
+    ("sampling", "cuts", "expected"),
+    [
+        ({"max_tokens": 5}, [], ("hello", "length")),
+        ({"stop_tokens": (3, int(CODEC.encode("d")[0]))}, [], ("hello world", "stop")),
+        ({"stop_tokens": (int(CODEC.encode("d")[0]),)}, [4], ("hello world", "stop")),
+        ({"stop_tokens": (int(CODEC.encode("d")[0]),), "max_tokens": 11}, [4], ("hello world", "stop")),
+        ({"stop": ("lo", "never said")}, [], ("hello", "stop")),
+        ({"stop": ("wor",)}, [2], ("hello wor", "stop")),
+        ({"stop": ("lo w",)}, [4], ("hello w", "stop")),
+    ],
+)
+def test_a_generator_that_cuts_short_at_the_end_is_not_asked_for_more(
+    sampling: dict[str, Any], cuts: list[int], expected: tuple[str, str]
+) -> None:
     class Late(Cutting):
         async def generate(self, request: Request) -> Completion:
             made = await super().generate(request)
             return Completion(made.id, made.tokens, made.logprobs, "abort", made.versions)
 
-    made = ask(Late("hello world", []), max_tokens=5)
-    assert (text(made), made.stop) == ("hello", "length")
+    generator = Late("hello world", cuts)
+    made = ask(generator, **sampling)
+    assert (text(made), made.stop) == expected
+    assert len(made.logprobs) == len(made.tokens)
+    assert len(generator.requests) == len(cuts) + 1
 
 
 def test_the_first_record_of_a_token_counts_over_several_turns() -> None:

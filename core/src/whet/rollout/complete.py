@@ -10,7 +10,7 @@ version with which it was sampled.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Request
+from whet.data.records import Completion, IntArray, Request, Sampling, Stop
 from whet.errors import PluginError
 from whet.interfaces.generator import Generator, Listener, listener, listening
 
@@ -27,25 +27,25 @@ async def complete(generator: Generator, request: Request, decode: Callable[[Int
     """Return the completion of a request, joined from as many parts as needed.
 
     The randomness of each part depends on the request and on the part's first token. `decode` turns tokens into text,
-    to find stop strings that begin in one part and end in the next.
+    to find stop strings that the generator does not see.
     """
-    parts: list[Completion] = []
+    made = Completion(request.id, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
     rest = request
     while True:
-        with listening(shifted(sum(len(p.tokens) for p in parts))):
+        with listening(shifted(done := len(made.tokens))):
             part = await generator.generate(rest)
         if not isinstance(part, Completion):
             raise PluginError(f"the generator gave {type(part).__name__} for request {request.id}, wanted a Completion")
-        if part.stop != "abort":
-            return joined(request, [*parts, part], decode) if parts else part
-        if len(part.tokens):
-            parts.append(part)
-            done = sum(len(p.tokens) for p in parts)
-            if done >= request.sampling.max_tokens:
-                return joined(request, [*parts[:-1], evolve(part, stop="length")], decode)
+        if part.stop != "abort" and not done:
+            return part
+        if part.stop != "abort" or len(part.tokens):
+            made = joined(request, made, part, decode)
+            if made.stop != "abort":
+                return made
+            done = len(made.tokens)
             rest = Request(
                 id=f"{request.id}-from-{done}",
-                tokens=np.concatenate([rest.tokens, part.tokens]),
+                tokens=np.concatenate([request.tokens, made.tokens]),
                 sampling=evolve(request.sampling, max_tokens=request.sampling.max_tokens - done),
                 seed=derive_seed(request.seed, "rest", done),
             )
@@ -60,29 +60,24 @@ def shifted(begin: int) -> Listener | None:
     return evolve(to, call=lambda progress: to.call(evolve(progress, begin=begin + progress.begin)))
 
 
-def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:
-    """Return the completion of parts with tokens. It ends with the first stop string that crosses two parts, if any."""
-    tokens = np.concatenate([part.tokens for part in parts])
-    starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
-    versions = [
-        (int(start) + first, version)
-        for start, part in zip(starts, parts, strict=True)
-        for first, version in part.versions
-    ]
-    end = _stop_across(tokens, starts[1:].tolist(), request.sampling.stop, decode)
+def joined(request: Request, before: Completion, part: Completion, decode: Callable[[IntArray], str]) -> Completion:
+    """Return what was made before and the next part as one completion. It ends at the first stop of the request."""
+    start = len(before.tokens)
+    tokens = np.concatenate([before.tokens, part.tokens])
+    versions = [*before.versions, *((start + first, version) for first, version in part.versions)]
+    end, stop = _end(tokens, start, part.stop, request.sampling, decode)
     return Completion(
         id=request.id,
         tokens=tokens[:end],
-        logprobs=np.concatenate([part.logprobs for part in parts])[:end],
-        stop=parts[-1].stop if end == len(tokens) else "stop",
+        logprobs=np.concatenate([before.logprobs, part.logprobs])[:end],
+        stop=stop,
         versions=tuple(
             (first, version)
             for i, (first, version) in enumerate(versions)
             if first < end and (i == 0 or version != versions[i - 1][1])
         ),
         columns=merged_columns(
-            [(len(request.tokens) + int(start), part) for start, part in zip(starts, parts, strict=True)],
-            len(request.tokens) + end,
+            [(len(request.tokens), before), (len(request.tokens) + start, part)], len(request.tokens) + end
         ),
     )
 
@@ -105,18 +100,19 @@ def merged_columns(parts: Iterable[tuple[int, Completion]], length: int) -> dict
     return found
 
 
-def _stop_across(
-    tokens: IntArray, starts: Sequence[int], stops: Sequence[str], decode: Callable[[IntArray], str]
-) -> int:
-    """Return the number of tokens up to the one that completes a stop string across parts. All tokens: there is none.
+def _end(
+    tokens: IntArray, start: int, stop: Stop, sampling: Sampling, decode: Callable[[IntArray], str]
+) -> tuple[int, Stop]:
+    """Return the length of a completion whose last part begins at `start` and ended by `stop`, and why it ends.
 
-    A generator sees only the stop strings within its own part. Tokens sampled after a stop string across two parts
-    would never have been requested, so the shortened completion is a sample of the same distribution.
+    A generator sees only the stop strings within its own part, and may abort at the very token that ends a completion.
+    Tokens sampled after that token would never have been requested, so the shortened completion is a sample of the
+    same distribution.
     """
-    longest = max((len(stop.encode()) for stop in stops), default=0)  # a token has at least one byte
-    for start in starts:
-        for end in range(start + 1, min(start + longest, len(tokens)) + 1):
-            text = decode(tokens[max(0, end - longest - 1) : end])
-            if any(stop in text for stop in stops):
-                return end
-    return len(tokens)
+    longest = max((len(text.encode()) for text in sampling.stop), default=0)  # a token has at least one byte
+    across = range(start + 1, min(start + longest + 1, len(tokens))) if start else ()
+    for end in (*across, len(tokens)):
+        text = decode(tokens[max(0, end - longest - 1) : end])
+        if any(s in text for s in sampling.stop) or int(tokens[end - 1]) in sampling.stop_tokens:
+            return end, "stop"
+    return len(tokens), "length" if stop == "abort" and len(tokens) >= sampling.max_tokens else stop

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import uuid
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError, WorkerError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import STREAMED, TransferSpec
+from whet.rollout.complete import complete
 from whet_testing.deadline import deadline
 from whet_testing.reference import Reference
 from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
@@ -131,13 +133,36 @@ class WeightRules(WeightSyncs):
         self._sync(subject, self._spec(subject, self.transports[0], 4000), reference.weights())
         assert seen, "in twenty attempts no request was under way when weights arrived"
 
+    def test_a_request_that_weights_cut_short_ends_at_its_stop_token(
+        self, subject: Subject, reference: Reference, other: Reference
+    ) -> None:
+        if "abort" not in self.on_weight_update:
+            pytest.skip("its facts do not name abort")
+        stops = tuple(range(0, 384, 8))
+        for version, model in ((5001, other), (5002, reference)):
+            spec = self._spec(subject, self.transports[0], version)
+            requests = [subject.request(seed=seed, stop_tokens=stops, max_tokens=48) for seed in range(32)]
+            completions, _ = self._sync_meanwhile(subject, spec, model, requests, "abort", whole=True)
+            for completion in completions:
+                assert not np.isin(completion.tokens[:-1], stops).any(), "it went on after a stop token"
+                assert np.isin(completion.tokens[-1:], stops).any() == (completion.stop == "stop")
+
     def _sync_meanwhile(
-        self, subject: Subject, spec: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
-    ) -> tuple[list[Completion], Completion]:
-        """Hand weights over while requests run. Return their completions, and the completion of a later request."""
+        self, subject: Subject, spec: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate,
+        whole: bool = False,
+    ) -> tuple[list[Completion], Completion]:  # fmt: skip
+        """Hand weights over while requests run. Return their completions, and the completion of a later request.
+
+        `whole`: with the rest of what was cut short, as a run asks for it.
+        """
+
+        def ask(request: Request) -> Coroutine[Any, Any, Completion]:
+            return (
+                complete(subject.generator, request, subject.decode) if whole else subject.generator.generate(request)
+            )
 
         async def meanwhile() -> tuple[list[Completion], Completion]:
-            tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
+            tasks = [asyncio.ensure_future(ask(request)) for request in requests]
             await asyncio.sleep(0.02)
             await asyncio.to_thread(transfer.send, spec, model.weights())
             await asyncio.to_thread(lambda: subject.generator.receive_weights(spec, spec.version, how).result())
