@@ -67,6 +67,8 @@ class Process:
         self._asked: dict[str, _Asked] = {}
         self._broken = ""
         """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
+        self._spoilt = 0
+        """How many weight syncs have left a mixture of weights to running requests."""
         self._released: set[str] = set()
         """Kinds of memory that are freed, by SGLang's names."""
 
@@ -106,7 +108,7 @@ class Process:
         """Take the weights of a weight sync.
 
         If it is refused before the first tensor is loaded, the old weights stay in use. If it fails half way, as one by
-        `broadcast` and `cuda-ipc` may, nothing is generated until a sync is complete.
+        `broadcast` and `cuda-ipc` may, running requests fail, and nothing is generated until a sync is complete.
         """
         async with self._arriving:
             self._gate.clear()
@@ -184,7 +186,7 @@ class Process:
             raise WeightSyncError(
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
             )
-        self._asked[request.id].inside = True
+        self._asked[request.id].inside, spoilt = True, self._spoilt
         output = await self._engine.async_generate(
             input_ids=request.tokens.tolist(),
             sampling_params=sampling_params(request, limit),
@@ -192,6 +194,11 @@ class Process:
             rid=_name(request.id),
             **({} if self._experts is None else {"return_routed_experts": True}),
         )
+        if self._spoilt != spoilt:
+            raise WeightSyncError(
+                f"request {request.id}: a weight sync failed while it ran, and a mixture of weights may have made its "
+                "last tokens; the error of the weight sync says why"
+            )
         return completion(request, output, self._experts)
 
     async def _abort(self, id_: str) -> None:
@@ -217,6 +224,7 @@ class Process:
         try:
             await self._take(spec, version)
         finally:
+            self._spoilt += bool(self._broken)
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _take(self, spec: TransferSpec, version: int) -> None:

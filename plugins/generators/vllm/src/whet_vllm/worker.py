@@ -71,6 +71,8 @@ class Worker:
         """vLLM's name of the adapter that all requests use. None: no adapter has come."""
         self._broken = ""
         """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
+        self._spoilt = 0
+        """How many weight syncs have left a mixture of weights to running requests."""
         self._asleep: Literal["", "wholly", "but for weights"] = ""
         """Which memory is freed: none, all, or all except the weights."""
         try:
@@ -102,7 +104,7 @@ class Worker:
         """Take the weights of a weight sync.
 
         If it is refused before the first tensor is loaded, the old weights stay in use. If it fails half way, as one by
-        `broadcast` and `cuda-ipc` may, nothing is generated until a sync is complete.
+        `broadcast` and `cuda-ipc` may, running requests fail, and nothing is generated until a sync is complete.
         """
         await asyncio.wrap_future(self._there(self._receive(spec, version, on_weight_update)))
 
@@ -189,13 +191,18 @@ class Worker:
                 f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
             )
         prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
-        last, reported = None, 0
+        last, reported, spoilt = None, 0, self._spoilt
         params = sampling_params(request, limit)
         async for output in self._engine.llm.generate(prompt, params, request.id, lora_request=self._adapter):
             last = output
             if request.progress is not None and (tokens := progress(request, output, reported)).tokens.size:
                 mailbox.put(tokens)
                 reported += len(tokens.tokens)
+        if self._spoilt != spoilt:
+            raise WeightSyncError(
+                f"request {request.id}: a weight sync failed while it ran, and a mixture of weights may have made its "
+                "last tokens; the error of the weight sync says why"
+            )
         return completion(request, last)
 
     def _refusal(self, request: Request, error: Exception) -> Outcome | Exception:
@@ -264,6 +271,7 @@ class Worker:
         try:
             await self._take(spec, version)
         finally:
+            self._spoilt += on_weight_update == "continue" and self._broken != ""
             await self._engine.llm.resume_generation()
         return None
 
