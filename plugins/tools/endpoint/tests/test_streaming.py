@@ -1,5 +1,6 @@
 """The text of a running response: what is sent early never has to be taken back, and adds up to the whole."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from attrs import evolve
 
 from whet.data.messages import Message
 from whet.data.records import Completion, Sampling
+from whet_chat.tokenizer import ChatTokenizer
 from whet_endpoint.chat import read_chat
 from whet_endpoint.reading import read_choice, shape_of, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
@@ -126,3 +128,13 @@ def test_reasoning_that_comes_back_within_the_text_is_found(text: str) -> None:
     found = without_tags(Message("assistant", text))
     assert (found.reasoning, found.text) == ("hm", "" if text == "<think>hm" else "7")
     assert without_tags(Message("assistant", "7")) == Message("assistant", "7")
+
+
+def test_special_tokens_are_shown_as_little_as_to_graders(tiny_model_folder: Path) -> None:
+    chat = ChatTokenizer(tiny_model_folder)
+    tokens = chat.encode("ab<|endoftext|>c<|im_start|>d<|im_end|>")
+    running = RunningText(asked(), chat)
+    pieces = [piece.text for token in tokens for piece in running.add(token[None])]
+    completion = Completion("x", tokens, np.zeros(len(tokens), np.float32), "stop", ((0, 0),))
+    choice = read_choice(asked(), chat, np.arange(3), completion)
+    assert choice.text == "".join(pieces) == chat.message(tokens).text == "abcd"

@@ -51,7 +51,7 @@ def shape_of(chat: Chat) -> Shape:
     if chat not in _SHAPES:
         found = response_format(chat)
         tags = (found.reasoning.open, found.reasoning.close) if found.reasoning else ()
-        marks = (*tags, *found.marks, found.lead, *found.tail)
+        marks = (*tags, *found.marks, found.lead)  # of its tail nothing is shown
         hidden = any(mark not in chat.decode(chat.encode(mark)) for mark in marks if mark)
         _SHAPES[chat] = Shape(found, special=hidden or found.channels)
     return _SHAPES[chat]
