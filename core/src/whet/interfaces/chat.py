@@ -49,6 +49,9 @@ class Chat(Protocol):
     def pieces(self, tokens: IntArray) -> list[str]:
         """Return the text of each token [L] by itself, special tokens included."""
 
+    def token_bytes(self, tokens: IntArray) -> list[bytes | None]:
+        """Return the bytes of each token [L], of which several may make a character. None: the token is unknown."""
+
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens [L] that the model is to continue. They end with the header of its turn."""
 

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from whet_chat.pieces import text_of
+from whet_chat.pieces import bytes_of, text_of
 from whet_chat.tokenizer import ChatTokenizer
 
 
@@ -30,14 +30,21 @@ def test_parts_of_a_character_are_shown_as_bytes(tiny_model_folder):
     assert "東".encode() == b"\xe6\x9d\xb1"
 
 
+def test_bytes_of_tokens_add_up_to_the_text_also_within_a_character(tiny_model_folder):
+    chat, text = ChatTokenizer(tiny_model_folder), "é🎉 \\xe6 as text, 東<|im_end|>"
+    assert b"".join(chat.token_bytes(chat.encode(text))) == text.encode()
+
+
 def test_a_word_keeps_the_space_before_it():
     tokenizer = sentencepiece()
     assert text_of(tokenizer, tokenizer.token_to_id("▁hand")) == " hand"
     assert text_of(tokenizer, tokenizer.token_to_id("ful")) == "ful"
     assert text_of(tokenizer, tokenizer.token_to_id("<0xE6>")) == "\\xe6"
     assert text_of(tokenizer, tokenizer.token_to_id("<0x0A>")) == "\n"
+    assert [bytes_of(tokenizer, tokenizer.token_to_id(name)) for name in ("▁hand", "<0xE6>")] == [b" hand", b"\xe6"]
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tiny_model_folder):
     chat = ChatTokenizer(tiny_model_folder)
     assert chat.pieces(chat.encode("a") * 0 + 100_000) == ["<unknown 100000>"]
+    assert chat.token_bytes(chat.encode("a") * 0 + 100_000) == [None]

@@ -11,6 +11,7 @@ from whet.data.messages import Message
 from whet.data.records import Completion, Sampling
 from whet_chat.tokenizer import ChatTokenizer
 from whet_endpoint.chat import read_chat
+from whet_endpoint.choices import Likeliest, Tokens
 from whet_endpoint.reading import read_choice, shape_of, without_tags
 from whet_endpoint.requests import ApiRequest, Rules
 from whet_endpoint.streaming import RunningText
@@ -138,3 +139,12 @@ def test_special_tokens_are_shown_as_little_as_to_graders(tiny_model_folder: Pat
     completion = Completion("x", tokens, np.zeros(len(tokens), np.float32), "stop", ((0, 0),))
     choice = read_choice(asked(), chat, np.arange(3), completion)
     assert choice.text == "".join(pieces) == chat.message(tokens).text == "abcd"
+
+
+def test_bytes_of_tokens_add_up_to_the_text_also_within_a_character(tiny_model_folder: Path) -> None:
+    chat, text = ChatTokenizer(tiny_model_folder), "é🎉 ab"
+    tokens = chat.encode(text)
+    logprobs = np.zeros(len(tokens), np.float32)
+    shown = list(Tokens(tokens, logprobs, Likeliest(tokens[:, None], logprobs[:, None])).entries(chat))
+    assert b"".join(bytes(entry["bytes"]) for entry in shown) == text.encode()
+    assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in shown)

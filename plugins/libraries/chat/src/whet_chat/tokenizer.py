@@ -28,7 +28,7 @@ from whet.data.records import IntArray
 from whet.errors import DataError, RewrittenHistory
 from whet.interfaces.chat import Trainable, TrainOn
 from whet.moved import leading_on
-from whet_chat.pieces import text_of
+from whet_chat.pieces import bytes_of, text_of
 from whet_chat.response import ResponseFormat, response_format
 from whet_chat.templates import ChatTemplate, read_template, read_text
 from whet_chat.tokenizer_files import read_json, read_tokenizer, special_tokens
@@ -167,6 +167,11 @@ class ChatTokenizer:
     def pieces(self, tokens: IntArray) -> list[str]:
         """Return the text of each token [L] by itself, special tokens included; see `whet_chat.pieces`."""
         found = {token: text_of(self._tokenizer, token) for token in set(tokens.tolist())}
+        return [found[token] for token in tokens.tolist()]
+
+    def token_bytes(self, tokens: IntArray) -> list[bytes | None]:
+        """Return the bytes of each token [L], of which several may make a character. None: the token is unknown."""
+        found = {token: bytes_of(self._tokenizer, token) for token in set(tokens.tolist())}
         return [found[token] for token in tokens.tolist()]
 
     def prompt(self, conversation: Conversation) -> IntArray:

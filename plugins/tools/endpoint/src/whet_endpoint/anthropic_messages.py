@@ -12,8 +12,9 @@ from typing import Any
 from attrs import evolve
 
 from whet.data.messages import Conversation, Message, conversation
+from whet.interfaces.chat import Chat
 from whet_endpoint.chat import versions
-from whet_endpoint.choices import Choice, Pieces, Tokens
+from whet_endpoint.choices import Choice, Tokens
 from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
@@ -53,7 +54,7 @@ class MessagesDialect:
             ignored=fields.ignored,
         )  # fmt: skip
 
-    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
+    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], chat: Chat) -> dict[str, Any]:
         """Return the whole response."""
         (choice,) = choices
         tokens = {"prompt_token_ids": choice.prompt.tolist(), "token_ids": choice.completion.tokens.tolist()}
@@ -66,7 +67,7 @@ class MessagesDialect:
             **(tokens if request.show_tokens else {}),
         }
 
-    def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> "MessagesWriter":
+    def writer(self, request: ApiRequest, name: str, chat: Chat) -> "MessagesWriter":
         """Return the writer of a stream."""
         return MessagesWriter(name, request.show_reasoning)
 

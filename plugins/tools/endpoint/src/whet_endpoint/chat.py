@@ -7,7 +7,8 @@ from typing import Any
 
 from attrs import evolve
 
-from whet_endpoint.choices import Choice, Pieces, Tokens, tokens_of
+from whet.interfaces.chat import Chat
+from whet_endpoint.choices import Choice, Tokens, tokens_of
 from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
@@ -25,22 +26,22 @@ class ChatDialect:
         """Return the request in a body of `/v1/chat/completions`. Raises `ApiError`."""
         return read_chat(body, rules)
 
-    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
+    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], chat: Chat) -> dict[str, Any]:
         """Return the whole response."""
         return {
             "id": f"{self.prefix}-{name}",
             "object": self.kind,
             "created": int(time.time()),
             "model": MODEL,
-            "choices": [self._choice(request, i, choice, pieces) for i, choice in enumerate(choices)],
+            "choices": [self._choice(request, i, choice, chat) for i, choice in enumerate(choices)],
             "usage": usage(choices),
             **({"prompt_token_ids": choices[0].prompt.tolist()} if request.show_tokens else {}),
         }
 
-    def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> "ChatWriter":
+    def writer(self, request: ApiRequest, name: str, chat: Chat) -> "ChatWriter":
         """Return the writer of a stream."""
         common = {"id": f"{self.prefix}-{name}", "object": self.chunk_kind, "created": int(time.time()), "model": MODEL}
-        return ChatWriter(self, request, common, pieces)
+        return ChatWriter(self, request, common, chat)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error as JSON."""
@@ -62,17 +63,17 @@ class ChatDialect:
         """Return the calls of a choice as parts of a stream, in which they are numbered."""
         return [{"delta": {"tool_calls": [{"index": i, **call}]}} for i, call in enumerate(_calls(choice))]
 
-    def logprobs(self, tokens: Sequence[Tokens], pieces: Pieces, offset: int = 0) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, offset: int = 0) -> dict[str, Any]:
         """Return the logprobs of tokens. `offset` is the number of characters before them."""
-        return {"content": [entry for part in tokens for entry in part.entries(pieces)], "refusal": None}
+        return {"content": [entry for part in tokens for entry in part.entries(chat)], "refusal": None}
 
-    def _choice(self, request: ApiRequest, index: int, choice: Choice, pieces: Pieces) -> dict[str, Any]:
+    def _choice(self, request: ApiRequest, index: int, choice: Choice, chat: Chat) -> dict[str, Any]:
         completion = choice.completion
         return {
             "index": index,
             **self._whole(choice),
             "finish_reason": finish_reason(choice),
-            "logprobs": self.logprobs([tokens_of(choice)], pieces) if request.show_logprobs else None,
+            "logprobs": self.logprobs([tokens_of(choice)], chat) if request.show_logprobs else None,
             "weight_versions": versions(choice),
             **({"token_ids": completion.tokens.tolist()} if request.show_tokens else {}),
         }
@@ -107,10 +108,10 @@ class TextDialect(ChatDialect):
         """Return what ends a choice of a stream."""
         return {"text": ""}
 
-    def logprobs(self, tokens: Sequence[Tokens], pieces: Pieces, offset: int = 0) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, offset: int = 0) -> dict[str, Any]:
         """Return the logprobs of tokens, by column."""
-        texts = [text for part in tokens for text in pieces(part.tokens)]
-        top = [_top(entry) for part in tokens if part.likeliest for entry in part.entries(pieces)]
+        texts = [text for part in tokens for text in chat.pieces(part.tokens)]
+        top = [_top(entry) for part in tokens if part.likeliest for entry in part.entries(chat)]
         return {
             "tokens": texts,
             "token_logprobs": [logprob for part in tokens for logprob in part.logprobs.tolist()],
@@ -125,8 +126,8 @@ class TextDialect(ChatDialect):
 class ChatWriter:
     """Writes a stream of chunks. Obeys `whet_endpoint.dialects.Writer`."""
 
-    def __init__(self, dialect: ChatDialect, request: ApiRequest, common: dict[str, Any], pieces: Pieces) -> None:
-        self.dialect, self.request, self.common, self.pieces = dialect, request, common, pieces
+    def __init__(self, dialect: ChatDialect, request: ApiRequest, common: dict[str, Any], chat: Chat) -> None:
+        self.dialect, self.request, self.common, self.chat = dialect, request, common, chat
         self._offsets = [0] * request.count
         """Characters of each choice so far."""
 
@@ -162,8 +163,8 @@ class ChatWriter:
         ids = [int(token) for part in tokens for token in part.tokens]
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, **content}
         if self.request.show_logprobs and ids:
-            choice["logprobs"] = self.dialect.logprobs(tokens, self.pieces, self._offsets[index])
-            self._offsets[index] += sum(len(text) for part in tokens for text in self.pieces(part.tokens))
+            choice["logprobs"] = self.dialect.logprobs(tokens, self.chat, self._offsets[index])
+            self._offsets[index] += sum(len(text) for part in tokens for text in self.chat.pieces(part.tokens))
         if self.request.show_tokens and ids:
             choice["token_ids"] = ids
         return event({**self.common, **more, "choices": [choice]})

@@ -1,6 +1,6 @@
 """One completion as it is shown: its text, reasoning, tool calls, and the logprobs of its tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,9 +8,7 @@ from attrs import define, field, frozen
 
 from whet.data.messages import Call, Message
 from whet.data.records import Completion, FloatArray, IntArray, Progress
-
-Pieces = Callable[[IntArray], list[str]]
-"""Returns the text of each token."""
+from whet.interfaces.chat import Chat
 
 
 @frozen(eq=False)
@@ -68,17 +66,18 @@ class Tokens:
     """[n]."""
     likeliest: Likeliest | None = None
 
-    def entries(self, pieces: Pieces) -> Iterator[dict[str, Any]]:
+    def entries(self, chat: Chat) -> Iterator[dict[str, Any]]:
         """Yield for each token what OpenAI's API shows of it."""
-        texts, top = pieces(self.tokens), self.likeliest
-        for i, (text, logprob) in enumerate(zip(texts, self.logprobs.tolist(), strict=True)):
-            others = zip(pieces(top.tokens[i]), top.logprobs[i].tolist(), strict=True) if top is not None else ()
-            yield {**_entry(text, logprob), "top_logprobs": [_entry(*other) for other in others]}
+        top = self.likeliest
+        for i, entry in enumerate(_entries(self.tokens, self.logprobs, chat)):
+            others = _entries(top.tokens[i], top.logprobs[i], chat) if top is not None else ()
+            yield {**entry, "top_logprobs": list(others)}
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    # A token may be a part of a character, whose bytes its text does not have.
-    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
+def _entries(tokens: IntArray, logprobs: FloatArray, chat: Chat) -> Iterator[dict[str, Any]]:
+    found = zip(chat.pieces(tokens), logprobs.tolist(), chat.token_bytes(tokens), strict=True)
+    for text, logprob, own in found:  # a token may be a part of a character, whose bytes its text does not have
+        yield {"token": text, "logprob": logprob, "bytes": None if own is None else list(own)}
 
 
 def tokens_of(choice: Choice, begin: int = 0) -> Tokens:

@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from whet_endpoint.choices import Choice, Pieces, Tokens
+from whet.interfaces.chat import Chat
+from whet_endpoint.choices import Choice, Tokens
 from whet_endpoint.errors import ApiError
 from whet_endpoint.memory import Memory
 from whet_endpoint.requests import ApiRequest, Rules
@@ -40,10 +41,10 @@ class Dialect(Protocol):
     def read(self, body: Any, rules: Rules, memory: Memory) -> ApiRequest:
         """Return the request in a body. Raises `ApiError`."""
 
-    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
+    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], chat: Chat) -> dict[str, Any]:
         """Return the whole response; `name` is unique."""
 
-    def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> Writer:
+    def writer(self, request: ApiRequest, name: str, chat: Chat) -> Writer:
         """Return the writer of a stream."""
 
     def error(self, error: ApiError) -> dict[str, Any]:

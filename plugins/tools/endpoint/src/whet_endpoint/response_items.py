@@ -14,7 +14,8 @@ from attrs import define, evolve, field
 
 from whet.data.messages import Call, Conversation, Message, conversation
 from whet.errors import DataError
-from whet_endpoint.choices import Choice, Pieces, tokens_of
+from whet.interfaces.chat import Chat
+from whet_endpoint.choices import Choice, tokens_of
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.messages import is_text, read_call
 from whet_endpoint.requests import ApiRequest
@@ -121,7 +122,7 @@ def _text(value: Any) -> str:
     return message.text
 
 
-def output_items(request: ApiRequest, name: str, choice: Choice, pieces: Pieces) -> list[dict[str, Any]]:
+def output_items(request: ApiRequest, name: str, choice: Choice, chat: Chat) -> list[dict[str, Any]]:
     """Return a choice as items: its reasoning, its text, its calls.
 
     The last item has the tokens of the whole choice where the request wants them, as NeMo Gym reads them.
@@ -130,7 +131,7 @@ def output_items(request: ApiRequest, name: str, choice: Choice, pieces: Pieces)
     if choice.reasoning:
         items.append(reasoning_item(f"rs_{name}", choice.reasoning))
     if choice.text or not choice.calls:
-        logprobs = list(tokens_of(choice).entries(pieces)) if request.show_logprobs else []
+        logprobs = list(tokens_of(choice).entries(chat)) if request.show_logprobs else []
         items.append(message_item(f"msg_{name}", choice, logprobs))
     items += [call_item(f"fc_{name}_{i}", call) for i, call in enumerate(choice.calls)]
     if request.show_tokens:

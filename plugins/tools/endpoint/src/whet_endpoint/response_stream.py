@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet_endpoint.choices import Choice, Pieces, Tokens
+from whet.interfaces.chat import Chat
+from whet_endpoint.choices import Choice, Tokens
 from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError
 from whet_endpoint.response_items import call_item, empty_message, reasoning_item, text_part
@@ -23,11 +24,11 @@ class ResponsesWriter:
     """Writes a stream of events. Obeys `whet_endpoint.dialects.Writer`."""
 
     def __init__(
-        self, begun: Mapping[str, Any], name: str, pieces: Pieces,
+        self, begun: Mapping[str, Any], name: str, chat: Chat,
         whole: Callable[[Sequence[Choice]], dict[str, Any]],
     ) -> None:  # fmt: skip
         """`begun` is what the response has from its beginning; `whole` returns all of it."""
-        self._begun, self._pieces, self._whole = dict(begun), pieces, whole
+        self._begun, self._chat, self._whole = dict(begun), chat, whole
         self._ids = {REASONING: f"rs_{name}", TEXT: f"msg_{name}"}
         self._numbers, self._index = itertools.count(), -1
         self._open, self._reasoning = "", ""
@@ -42,7 +43,7 @@ class ResponsesWriter:
         if piece.reasons:
             events, self._reasoning = self._item_begins(REASONING), self._reasoning + piece.text
             return events + self._part("reasoning_summary_text.delta", summary_index=0, delta=piece.text)
-        entries = [entry for part in tokens for entry in part.entries(self._pieces)]
+        entries = [entry for part in tokens for entry in part.entries(self._chat)]
         events = self._item_begins(TEXT)
         return events + self._part("output_text.delta", content_index=0, delta=piece.text, logprobs=entries)
 

@@ -8,8 +8,9 @@ from typing import Any
 from attrs import evolve
 
 from whet.data.messages import Message
+from whet.interfaces.chat import Chat
 from whet_endpoint.chat import openai_error, versions
-from whet_endpoint.choices import Choice, Pieces
+from whet_endpoint.choices import Choice
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory, response_id
 from whet_endpoint.messages import MOST_NESTED, nests, refuse_last_assistant
@@ -61,7 +62,7 @@ class ResponsesDialect:
             history=history, kept=stores, asked=asked, ignored=fields.ignored,
         )  # fmt: skip
 
-    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], pieces: Pieces) -> dict[str, Any]:
+    def response(self, request: ApiRequest, name: str, choices: Sequence[Choice], chat: Chat) -> dict[str, Any]:
         """Return the whole response."""
         (choice,) = choices
         cut = choice.completion.stop == "length"
@@ -69,15 +70,15 @@ class ResponsesDialect:
             **_begun(request, name),
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": output_items(request, name, choice, pieces),
+            "output": output_items(request, name, choice, chat),
             "usage": _usage(choice),
             "weight_versions": versions(choice),
         }
 
-    def writer(self, request: ApiRequest, name: str, pieces: Pieces) -> ResponsesWriter:
+    def writer(self, request: ApiRequest, name: str, chat: Chat) -> ResponsesWriter:
         """Return the writer of a stream."""
         begun = _begun(request, name)
-        return ResponsesWriter(begun, name, pieces, lambda choices: self.response(request, name, choices, pieces))
+        return ResponsesWriter(begun, name, chat, lambda choices: self.response(request, name, choices, chat))
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error as JSON."""

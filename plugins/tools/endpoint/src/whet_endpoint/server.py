@@ -156,7 +156,7 @@ class Server:
         if parsed.ignored:
             self._counts["requests with ignored parameters"] += 1
         headers = {"x-whet-ignored": ", ".join(parsed.ignored)} if parsed.ignored else {}
-        name, pieces = secrets.token_hex(12), session.responder.chat.pieces
+        name, chat = secrets.token_hex(12), session.responder.chat
         if task := asyncio.current_task():
             session.handle(task)
         if parsed.stream:
@@ -168,7 +168,7 @@ class Server:
                 raise
             # An agent of NeMo Gym fails with an error, and has what there is verified after an incomplete response.
             parsed, choices = evolve(parsed, show_tokens=False), [cut_short(name)]
-        return web.json_response(dialect.response(parsed, name, choices, pieces), headers=headers)
+        return web.json_response(dialect.response(parsed, name, choices, chat), headers=headers)
 
     async def _stream(
         self, request: Any, session: Session, parsed: ApiRequest, name: str, dialect: Dialect,
@@ -176,7 +176,7 @@ class Server:
     ) -> Any:  # fmt: skip
         """Send a response as events. The status is sent with the first of them."""
         response = web.StreamResponse(headers={**headers, "Content-Type": EVENTS, "Cache-Control": "no-cache"})
-        writer = dialect.writer(parsed, name, session.responder.chat.pieces)
+        writer = dialect.writer(parsed, name, session.responder.chat)
         async with aclosing(events(session, parsed, name, writer)) as found:
             async for data in found:
                 async with _sending(request):

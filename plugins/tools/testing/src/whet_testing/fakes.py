@@ -300,6 +300,10 @@ class ByteChat(ByteCodec):
         """Return the text of each token."""
         return [self.decode([token]) for token in tokens]
 
+    def token_bytes(self, tokens: IntArray) -> list[bytes | None]:
+        """Return the bytes of each token."""
+        return [bytes([token]) if token < 256 else b"" for token in tokens]
+
 
 def _lines(conversation: Conversation) -> str:
     return "".join(f"{message.role}: {message.text}{_called(message)}\n" for message in conversation)
