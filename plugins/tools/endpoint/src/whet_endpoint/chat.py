@@ -1,14 +1,16 @@
 """OpenAI's Chat Completions and Completions: requests, responses, streams of events, errors."""
 
-import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import evolve
 
 from whet.interfaces.chat import Chat
 from whet_endpoint.choices import Choice, Tokens, tokens_of
+from whet_endpoint.decoding import Decoding
 from whet_endpoint.dialects import event
 from whet_endpoint.errors import ApiError, unwanted
 from whet_endpoint.memory import Memory
@@ -63,17 +65,18 @@ class ChatDialect:
         """Return the calls of a choice as parts of a stream, in which they are numbered."""
         return [{"delta": {"tool_calls": [{"index": i, **call}]}} for i, call in enumerate(_calls(choice))]
 
-    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, offset: int = 0) -> dict[str, Any]:
-        """Return the logprobs of tokens. `offset` is the number of characters before them."""
+    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, text: Decoding, length: float) -> dict[str, Any]:
+        """Return the logprobs of tokens. `text` has the tokens before them, and `length` is that of the shown text."""
         return {"content": [entry for part in tokens for entry in part.entries(chat)], "refusal": None}
 
     def _choice(self, request: ApiRequest, index: int, choice: Choice, chat: Chat) -> dict[str, Any]:
-        completion = choice.completion
+        completion, text = choice.completion, Decoding(chat, continues=True)
+        logprobs = self.logprobs([tokens_of(choice)], chat, text, len(choice.text)) if request.show_logprobs else None
         return {
             "index": index,
             **self._whole(choice),
             "finish_reason": finish_reason(choice),
-            "logprobs": self.logprobs([tokens_of(choice)], chat) if request.show_logprobs else None,
+            "logprobs": logprobs,
             "weight_versions": versions(choice),
             **({"token_ids": completion.tokens.tolist()} if request.show_tokens else {}),
         }
@@ -108,15 +111,15 @@ class TextDialect(ChatDialect):
         """Return what ends a choice of a stream."""
         return {"text": ""}
 
-    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, offset: int = 0) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[Tokens], chat: Chat, text: Decoding, length: float) -> dict[str, Any]:
         """Return the logprobs of tokens, by column."""
-        texts = [text for part in tokens for text in chat.pieces(part.tokens)]
+        offsets = text.offsets(np.concatenate([part.tokens for part in tokens]))
         top = [_top(entry) for part in tokens if part.likeliest for entry in part.entries(chat)]
         return {
-            "tokens": texts,
+            "tokens": [piece for part in tokens for piece in chat.pieces(part.tokens)],
             "token_logprobs": [logprob for part in tokens for logprob in part.logprobs.tolist()],
             "top_logprobs": top or None,
-            "text_offset": [offset + at for at in itertools.accumulate(map(len, texts[:-1]), initial=0)][: len(texts)],
+            "text_offset": [min(at, length) for at in offsets],
         }
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -128,8 +131,7 @@ class ChatWriter:
 
     def __init__(self, dialect: ChatDialect, request: ApiRequest, common: dict[str, Any], chat: Chat) -> None:
         self.dialect, self.request, self.common, self.chat = dialect, request, common, chat
-        self._offsets = [0] * request.count
-        """Characters of each choice so far."""
+        self._texts = [Decoding(chat, continues=True) for _ in range(request.count)]
 
     def begin(self) -> bytes:
         """Return the chunks with the role of each choice."""
@@ -148,7 +150,7 @@ class ChatWriter:
             last = {"finish_reason": finish_reason(choice), "weight_versions": versions(choice)}
             common = {"prompt_token_ids": choice.prompt.tolist()} if self.request.show_tokens else {}
             chunks += [self._chunk(i, call) for call in self.dialect.calls(choice)]
-            chunks.append(self._chunk(i, {**self.dialect.last(choice), **last}, tokens, common))
+            chunks.append(self._chunk(i, {**self.dialect.last(choice), **last}, tokens, common, len(choice.text)))
         if self.request.show_usage:
             chunks.append(event({**self.common, "choices": [], "usage": usage(choices)}))
         return b"".join(chunks) + event("[DONE]")
@@ -158,13 +160,14 @@ class ChatWriter:
         return event(openai_error(error))
 
     def _chunk(
-        self, index: int, content: dict[str, Any], tokens: Sequence[Tokens] = (), more: Mapping[str, Any] = {}
-    ) -> bytes:
+        self, index: int, content: dict[str, Any], tokens: Sequence[Tokens] = (), more: Mapping[str, Any] = {},
+        length: float = math.inf,
+    ) -> bytes:  # fmt: skip
+        """Return a chunk. `length` is that of the whole text, where it is known."""
         ids = [int(token) for part in tokens for token in part.tokens]
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, **content}
         if self.request.show_logprobs and ids:
-            choice["logprobs"] = self.dialect.logprobs(tokens, self.chat, self._offsets[index])
-            self._offsets[index] += sum(len(text) for part in tokens for text in self.chat.pieces(part.tokens))
+            choice["logprobs"] = self.dialect.logprobs(tokens, self.chat, self._texts[index], length)
         if self.request.show_tokens and ids:
             choice["token_ids"] = ids
         return event({**self.common, **more, "choices": [choice]})

@@ -15,6 +15,7 @@ from whet.errors import DataError
 from whet.interfaces.chat import Chat
 from whet_chat.response import ResponseFormat, response_format, tool_format
 from whet_endpoint.choices import Choice
+from whet_endpoint.decoding import continued
 from whet_endpoint.errors import ApiError
 from whet_endpoint.forced import read_calls
 from whet_endpoint.requests import ApiRequest, shown
@@ -79,7 +80,7 @@ def text_prompt(chat: Chat, text: str) -> IntArray:
 def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: Completion) -> Choice:
     """Return a completion as it is shown: its text up to a stop string, and in chats its reasoning and calls."""
     shape = shape_of(chat) if request.is_chat and not request.forces_calls else None
-    whole = shape.text(chat, completion.tokens) if shape else chat.decode(completion.tokens)
+    whole = shape.text(chat, completion.tokens) if shape else continued(chat, completion.tokens)
     text = shown(whole, request.stops)
     stop = next((stop for stop in request.stops if whole.startswith(stop, len(text))), "")
     if request.forces_calls and (calls := with_ids(read_calls(whole, request.tools), prompt, completion.tokens)):

@@ -8,17 +8,15 @@ of tool calls, which are sent whole. The pieces add up to reasoning and text of 
 
 from collections.abc import Iterator
 
-import numpy as np
 from attrs import frozen
 
 from whet.data.records import IntArray
 from whet.interfaces.chat import Chat
 from whet_endpoint.choices import Choice
+from whet_endpoint.decoding import Decoding
 from whet_endpoint.reading import Shape, shape_of
 from whet_endpoint.requests import ApiRequest, shown
 
-UNFINISHED = "\ufffd"
-"""What tokenizers write for a part of a character."""
 TOKENS_AT_A_TIME = 16
 """Tokens of one piece, where a generator reports none while it samples."""
 CALLS_ALONE = ("{", "[", "<")
@@ -37,35 +35,25 @@ class RunningText:
     """The text of one choice while it is sampled."""
 
     def __init__(self, request: ApiRequest, chat: Chat) -> None:
-        self._request, self._chat = request, chat
+        self._request = request
         self._shape = shape_of(chat) if request.is_chat else None
-        self._skip_special = self._shape is None or not self._shape.special
-        self._tokens: IntArray = np.zeros(0, np.int64)
-        self._done, self._read = 0, 0
-        """Tokens whose text is in `_text`, and where the last of them that need context begin."""
-        self._text, self._sent = "", ["", ""]
-
-    @property
-    def count(self) -> int:
-        """Return the number of tokens so far."""
-        return len(self._tokens)
+        skip_special = self._shape is None or not self._shape.special
+        self._decoding = Decoding(chat, continues=self._shape is None, skip_special=skip_special)
+        self.count = 0
+        """The number of tokens so far."""
+        self._sent = ["", ""]
 
     def add(self, tokens: IntArray) -> Iterator[Piece]:
         """Add tokens, and yield what is new and certain."""
-        self._tokens = np.concatenate([self._tokens, tokens])
-        ended = int(self._tokens[-1]) in self._request.sampling.stop_tokens
-        usable = self._tokens[:-1] if ended else self._tokens
-        before = self._chat.decode(usable[self._read : self._done], skip_special=self._skip_special)
-        after = self._chat.decode(usable[self._read :], skip_special=self._skip_special)
-        if after.endswith(UNFINISHED) or not after.startswith(before):
+        self.count += len(tokens)
+        ended = int(tokens[-1]) in self._request.sampling.stop_tokens
+        if not self._decoding.add(tokens[:-1] if ended else tokens):
             return
-        self._text += after[len(before) :]
-        self._read, self._done = self._done, len(usable)
         if self._request.forces_calls:
             return  # all of it is calls, which are sent whole
         stops = self._request.stops
-        text = shown(self._text, stops)
-        if len(text) == len(self._text):
+        text = shown(self._decoding.text, stops)
+        if len(text) == len(self._decoding.text):
             text = _without_partial(text, stops)
         yield from self._new(*(_certain(text, self._shape, self._request.reads_calls) if self._shape else ("", text)))
 
