@@ -2,9 +2,11 @@
 
 import json
 import stat
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from attrs import evolve
 
 from whet.config.sections import EndpointSection, RolloutSection
 from whet.data.files import read_rows
+from whet.data.messages import Conversation
+from whet.data.records import IntArray
 from whet.errors import WorkerLost
 from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.gate import Gate
@@ -32,16 +36,21 @@ def loop() -> Iterator[EpisodeLoop]:
 class Served:
     """An endpoint of a run that is open."""
 
-    def __init__(self, loop: EpisodeLoop, folder: Path, generator: Any, max_context: int, section: EndpointSection):
+    def __init__(
+        self, loop: EpisodeLoop, folder: Path, generator: Any, max_context: int, section: EndpointSection,
+        chat: ByteChat,
+    ) -> None:  # fmt: skip
         self.close = OpenAIEndpoints(section).serve(
-            generator, ByteChat(), RolloutSection(max_tokens=8), max_context=max_context, seed=0, gate=Gate(),
+            generator, chat, RolloutSection(max_tokens=8), max_context=max_context, seed=0, gate=Gate(),
             folder=RunFolder(folder), loop=loop,
         )  # fmt: skip
 
 
-def start(loop: EpisodeLoop, folder: Path, generator: Any, max_context: int = 0, **endpoint: Any) -> Served:
+def start(
+    loop: EpisodeLoop, folder: Path, generator: Any, max_context: int = 0, chat: ByteChat | None = None, **endpoint: Any
+) -> Served:
     folder.mkdir(exist_ok=True)
-    return Served(loop, folder, generator, max_context, EndpointSection(serve=True, **endpoint))
+    return Served(loop, folder, generator, max_context, EndpointSection(serve=True, **endpoint), chat or ByteChat())
 
 
 def ask(folder: Path, **body: Any) -> tuple[int, Any]:
@@ -153,3 +162,34 @@ def test_a_response_is_sent_also_where_its_row_cannot_be_written(
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("whet_endpoint")]
     assert "No space left on device" in warning
     assert list(read_rows(tmp_path / "journal.jsonl"))[-1]["not_written"] == 2
+
+
+class Slow(ByteChat):
+    """Takes as long for the prompt of a conversation that says `slow` as it is made to."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def prompt(self, conversation: Conversation) -> IntArray:
+        if conversation[-1].text == "slow":
+            self.began.set()
+            assert self.go.wait(20), "another request had to wait for this prompt"
+        return super().prompt(conversation)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_long_prompt_keeps_no_other_request_and_no_end_waiting(tmp_path: Path, loop: EpisodeLoop, ends: bool) -> None:
+    chat = Slow()
+    endpoint = start(loop, tmp_path, FakeGenerator("yes"), chat=chat)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ask, tmp_path, messages=[{"role": "user", "content": "slow"}])
+        assert chat.began.wait(20)
+        if ends:
+            endpoint.close()
+            assert slow.result()[0] == 503
+            chat.go.set()
+        else:
+            assert ask(tmp_path)[0] == 200
+            chat.go.set()
+            assert slow.result()[0] == 200
+            endpoint.close()

@@ -4,6 +4,7 @@ Requests go to the generator beside those of episodes and through the same gate,
 itself. Each request stands alone: its messages are tokenised as they come. Nothing of it is trained on.
 """
 
+import asyncio
 import itertools
 import os
 from collections.abc import Callable
@@ -56,7 +57,10 @@ class RunResponder:
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the response to a request, and record it."""
         check_tools(request, self.chat)
-        tokens, number = self._tokens(request), next(self._numbers)
+        number = next(self._numbers)
+        tokens = await asyncio.to_thread(
+            self._tokens, request
+        )  # a long prompt takes seconds, and others share the loop
         room = self._max_context - len(tokens) if self._max_context else request.sampling.max_tokens
         if room < 1:
             message = f"a prompt of {len(tokens)} tokens leaves no room for a response in {self._max_context}"
