@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.errors import WhetError
-from whet_generation.stopping import StopStrings
+from whet_generation.stopping import MOST_KEPT, StopStrings
 
 
 def first_end(strings: StopStrings, tokenizer: Any, tokens: list[int], stop: str) -> int | None:
@@ -68,6 +68,14 @@ def test_a_special_token_s_text_can_be_a_stop_string(strings: StopStrings, tiny_
 def test_few_tokens_need_their_text_looked_at(strings: StopStrings, tiny_tokenizer: Any) -> None:
     # Tokens that are part of a character are always looked at: 128 of this small vocabulary.
     assert strings.enders(("\\boxed{",), len(tiny_tokenizer)).sum() < 128 + 10
+
+
+def test_of_very_many_stop_strings_those_that_were_used_last_are_kept(tiny_model_folder: Any) -> None:
+    strings = StopStrings(tiny_model_folder)
+    for i in range(MOST_KEPT * 3):
+        strings.enders(("always", f"boundary-{i}"), 384)
+    kept = strings._enders_of.cache_info()
+    assert (kept.currsize, kept.misses) == (MOST_KEPT, MOST_KEPT * 3 + 1)
 
 
 def test_without_a_tokenizer_stop_strings_are_an_error(tmp_path: Any) -> None:

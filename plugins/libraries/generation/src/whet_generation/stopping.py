@@ -1,10 +1,12 @@
 """The ends of completions: stop tokens and stop strings.
 
 A stop string is searched for in decoded text, but only after a token that can complete the string. Such a token
-contains the string, or begins with an end of it. These tokens are found once for each string, over the vocabulary.
+contains the string, or begins with an end of it. These tokens are found over the vocabulary, and kept for the strings
+that were used last.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 BoolArray = NDArray[np.bool_]
 REPLACEMENT = "\ufffd"
 """The character to which incomplete bytes decode."""
+MOST_KEPT = 64
+"""Most stop strings whose tokens are kept: requests may bring ever new ones, and a vocabulary has 150,000 tokens."""
 
 
 class StopStrings:
@@ -29,16 +33,13 @@ class StopStrings:
         self._folder = Path(folder)
         self._tokenizer: Tokenizer | None = None
         self._texts: list[str] = []
-        self._enders: dict[str, BoolArray] = {}
+        self._enders_of = lru_cache(MOST_KEPT)(self._find_enders)
 
     def enders(self, stops: Sequence[str], vocab_size: int) -> BoolArray:
         """Return which tokens may complete one of the strings -> [vocab_size]."""
         found = np.zeros(vocab_size, np.bool_)
         for stop in stops:
-            known = self._enders.get(stop)
-            if known is None:
-                known = np.array([_may_complete(text, stop) for text in self._vocabulary()], np.bool_)
-                self._enders[stop] = known
+            known = self._enders_of(stop)
             found[: len(known)] |= known[:vocab_size]
         return found
 
@@ -49,6 +50,10 @@ class StopStrings:
         window = max(len(stop.encode()) for stop in stops) + 1
         text = self._load().decode(tokens[-window:].tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
+
+    def _find_enders(self, stop: str) -> BoolArray:
+        ends = tuple(stop[begin:] for begin in range(len(stop)))
+        return np.array([REPLACEMENT in t or stop in t or t.startswith(ends) for t in self._vocabulary()], np.bool_)
 
     def _vocabulary(self) -> list[str]:
         if not self._texts:
@@ -69,12 +74,6 @@ class StopStrings:
                 raise WhetError(f"stop strings need {file}, which is not there; use stop tokens, or save the tokenizer")
             self._tokenizer = Tokenizer.from_file(str(file))
         return self._tokenizer
-
-
-def _may_complete(text: str, stop: str) -> bool:
-    if REPLACEMENT in text or stop in text:
-        return True
-    return any(text.startswith(stop[-size:]) for size in range(1, min(len(stop), len(text)) + 1))
 
 
 class Stops:
