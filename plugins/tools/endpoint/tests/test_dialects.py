@@ -111,6 +111,7 @@ def test_what_responses_cannot_do_is_refused_by_name(fields: dict[str, Any], par
         ({"messages": []}, "messages"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Well"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "7"}]}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "user", "content": []}]}, "messages"),
         ({"system": 3}, "system"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_k": 3}, "top_k"),

@@ -43,6 +43,7 @@ def test_null_is_as_if_it_were_not_there() -> None:
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
         {"user": "someone", "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True},
         {"top_logprobs": 0},
+        {"stream_options": {"include_usage": None}},
     ],
 )
 def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:

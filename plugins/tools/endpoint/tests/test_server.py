@@ -193,6 +193,17 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_read() -> None:
     with_server(check)
 
 
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_it_with_a_key() -> None:
+    async def check(address: Address, session: Any) -> None:
+        url, waits = address.base_url + "/chat/completions", aiohttp.ClientTimeout(20)
+        for key, status in ((address.api_key, 200), ("none", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(url, json=ASKED, headers=headers, expect100=True, timeout=waits) as response:
+                assert response.status == status
+
+    with_server(check)
+
+
 def test_a_body_of_unknown_length_is_bounded_too() -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(1000):

@@ -181,6 +181,8 @@ def _messages(item: Any) -> Iterator[Message]:
     if role == "assistant":
         yield _assistant(blocks)
         return
+    if not blocks:
+        raise unwanted("messages", content, "text, or at least one block, as content")
     parts: list[Any] = []
     for block in blocks:
         if block.get("type") != "tool_result":

@@ -211,13 +211,12 @@ def read_text(body: Any, rules: Rules) -> ApiRequest:
 def _finished(request: ApiRequest, fields: Fields) -> ApiRequest:
     """Return the request with the fields that both have, after which nothing may be left."""
     count, options = fields.integer("n", 1, MOST_CHOICES) or 1, fields.mapping("stream_options")
-    if not isinstance(options.get("include_usage", False), bool):
+    shows = options.get("include_usage")
+    if not isinstance(shows, bool | None):
         raise unwanted("stream_options", options, "{include_usage: true or false}")
     tokens = fields.flag("return_token_ids")
     fields.rest()
-    return evolve(
-        request, count=count, show_usage=options.get("include_usage", False), show_tokens=tokens, ignored=fields.ignored
-    )
+    return evolve(request, count=count, show_usage=bool(shows), show_tokens=tokens, ignored=fields.ignored)
 
 
 def _form(form: dict[str, Any]) -> dict[str, Any]:

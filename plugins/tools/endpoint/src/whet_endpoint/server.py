@@ -188,6 +188,8 @@ class Server:
         limit = self._section.max_body
         if (request.content_length or 0) > limit:
             raise _too_large(limit)
+        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # the client waits for it before the body
         read = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
