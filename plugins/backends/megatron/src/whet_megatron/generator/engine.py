@@ -28,7 +28,7 @@ from whet.data.records import Completion, Progress, Request, Stop
 from whet.errors import WhetError
 from whet_generation.completeness import checked_logprobs, nothing_yet, one_token
 from whet_generation.sampling import Sampler
-from whet_generation.stopping import StopStrings
+from whet_generation.stopping import BoolArray, StopStrings
 from whet_megatron.generator.attention import plain_attention
 from whet_megatron.groups import Ranks
 from whet_megatron.model import HeldModel
@@ -56,6 +56,8 @@ class _Row:
     logprobs: list[float] = field(factory=list)
     versions: list[tuple[int, int]] = field(factory=list)
     aborted: bool = False
+    enders: BoolArray | None = None
+    """Which tokens may complete one of the stop strings. None: no token of the row has been looked at."""
 
 
 class Engine:
@@ -83,8 +85,6 @@ class Engine:
         self._queue: deque[_Row] = deque()
         self._count = 0
         self._sampler: tuple[tuple[int, ...], Sampler] | None = None
-        self._enders: dict[tuple[str, ...], Any] = {}
-        """By stop strings: which tokens may complete one of them."""
 
     def _make_context(self, cache_gib: float, max_batch: int) -> Any:
         from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -265,7 +265,7 @@ class Engine:
             return "stop"
         if (
             sampling.stop
-            and self._may_complete(token, sampling.stop)
+            and self._may_complete(row, token)
             and self._strings.completed(np.array(row.tokens), sampling.stop)
         ):
             return "stop"
@@ -273,10 +273,10 @@ class Engine:
             return "length"
         return "abort" if row.aborted else None
 
-    def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
-        if stop not in self._enders:
-            self._enders[stop] = self._strings.enders(stop, self._model.architecture.vocabulary)
-        return bool(self._enders[stop][token])
+    def _may_complete(self, row: _Row, token: int) -> bool:
+        if row.enders is None:
+            row.enders = self._strings.enders(row.request.sampling.stop, self._model.architecture.vocabulary)
+        return bool(row.enders[token])
 
     def _share(self, drawn: Tensor) -> None:
         """Bring what the leader drew to all ranks of the replica."""
