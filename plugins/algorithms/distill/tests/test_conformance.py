@@ -25,7 +25,7 @@ class TestDistillLoopOnTheStudentsTokens(AlgorithmContract):
 
 class TestDistillLoopWithAdvantages(AlgorithmContract):
     use = "distill"
-    document = {"prompts_per_step": 4, "loss": {"use": "teacher-pg"}, "minibatches": 2}
+    document = {"prompts_per_step": 4, "loss": {"use": "teacher-pg"}, "minibatches": 2, "count_over": "batch"}
 
 
 class TestDistillLoopOverTheVocabulary(AlgorithmContract):

@@ -28,11 +28,19 @@ def test_an_average_needs_what_it_divides_by(name, options, problems):
     assert [problem.path for problem in whet_check_config(whole)] == problems
 
 
-@pytest.mark.parametrize(("own_size", "problems"), [(0, []), (1, ["algorithm.minibatches"])])
-def test_the_smallest_groups_of_a_step_must_fill_the_minibatches(own_size, problems):
+@pytest.mark.parametrize(
+    ("own_size", "changes", "problems"),
+    [
+        (0, {}, []),
+        (1, {}, ["algorithm.minibatches"]),
+        (0, {"count_over": "batch"}, []),
+        (0, {"count_over": "batch", "minibatches": 1}, ["algorithm.count_over"]),
+    ],
+)
+def test_minibatches_that_a_step_cannot_fill_or_that_share_nothing_are_refused(own_size, changes, problems):
     (component,) = (one for one in whet_losses() if one.name == "topk-kl")
     loss = Selection("losses", component, component.config(), "whet-distill")
-    algorithm = DistillConfig(prompts_per_step=2, group_size=4, minibatches=8, loss=loss)
+    algorithm = DistillConfig(**{"prompts_per_step": 2, "group_size": 4, "minibatches": 8, "loss": loss, **changes})
     whole = SimpleNamespace(
         algorithm=SimpleNamespace(config=algorithm), rollout=RolloutSection(), model=SimpleNamespace(path=""),
         environments=[SimpleNamespace(name="sums", group_size=own_size)],

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from whet.component import Component, Selection
-from whet.config.sections import ModelSection
+from whet.config.build import build, to_spec
+from whet.config.sections import ModelSection, RolloutSection
 from whet.data.model_info import read_model
 from whet.errors import ConfigError, WhetError
 from whet_distill import losses
 from whet_distill.config import DistillConfig, TopkKlConfig
-from whet_distill.distill import with_advantages
+from whet_distill.distill import Distill, with_advantages
 from whet_distill.hooks import whet_losses
 from whet_distill.teaching import Teaching
 from whet_start.small_models import make_model, make_tokenizer
 from whet_testing.batches import random_batch
 from whet_testing.fakes import FakeBackend
+from whet_testing.steps import Watch, WatchedRollouts, WatchedSteps, watched_sync
 
 LOSSES: dict[str, Component] = {component.name: component for component in whet_losses()}
 
@@ -145,6 +147,27 @@ def test_a_teacher_of_another_size_with_the_same_tokens_is_taken(tmp_path, tiny_
     made = parts(tiny_model_folder, teacher=1)
     made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
     Teaching(config(), made, read_model(tiny_model_folder))
+
+
+@pytest.mark.parametrize("loss", ["topk-kl", "teacher-pg"])
+@pytest.mark.parametrize("count_over", ["minibatch", "batch"])
+def test_a_minibatch_is_divided_as_configured(tiny_model_folder, loss, count_over):
+    made, watch = parts(tiny_model_folder, teacher=1), Watch()
+    chosen = config(loss, prompts_per_step=8, topk=4, minibatches=3, count_over=count_over)
+    divided = []
+
+    def train(batch, loss, count_over=None):
+        (count,) = build(loss).counts((count_over or batch).map(torch.as_tensor)).values()
+        divided.append((float(count), int(batch["loss_mask"].sum())))
+        return {}
+
+    made.backend.train, made.loss, made.sync_weights = train, to_spec(chosen.loss), watched_sync(watch)
+    made.config.rollout = RolloutSection()
+    made.rollouts, made.steps = WatchedRollouts(watch, 1), WatchedSteps(watch, 1)
+    Distill(chosen).run(made)
+    counts, own = zip(*divided, strict=True)
+    assert len(set(own)) > 1
+    assert counts == pytest.approx(own if count_over == "minibatch" else [sum(own) / 3] * 3)
 
 
 @pytest.mark.parametrize("source", ["teacher", "student"])

@@ -60,7 +60,7 @@ class TestGrpo(AlgorithmContract):
 
 
 class TestGrpoWithMinibatches(TestGrpo):
-    document = {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "epochs": 2}
+    document = {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "epochs": 2, "count_over": "batch"}
 
 
 class TestGrpoWithEverything(TestGrpo):

@@ -159,6 +159,7 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ),
         ({"covariance": {"method": "clip-cov"}, "loss": "gspo"}, "algorithm.loss", "wants one advantage for each"),
         ({"loss": "vespo", "top_entropy": {"share": 0.2}}, "algorithm.loss", "wants one advantage for each"),
+        ({"count_over": "batch"}, "algorithm.count_over", "no effect on a single minibatch; set algorithm.minibatches"),
         ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
         (
             {"minibatches": 5, "own_size": 2},

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from whet.component import Spec
+from whet.config.build import build, to_spec
+from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
+from whet.plugins.registry import load_plugins
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     ClippedPgConfig,
     GdpoConfig,
     GroupMeanConfig,
+    GrpoConfig,
     OpoConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
@@ -21,6 +26,7 @@ from whet_grpo.config import (
 )
 from whet_grpo.losses import ClippedPg
 from whet_ops.algorithms.config import CorrectionSection, KlLossSection, OverlongSection
+from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import correct_gap, penalise_overlong
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.3, 1.7, 0.2]
@@ -311,6 +317,61 @@ def test_the_mean_of_sums_of_verl() -> None:
     made, losses = policy_batch()
     config = ClippedPgConfig(aggregation="constant", max_length=1)
     assert loss_of(made, config) == pytest.approx(losses.sum() / 6, rel=1e-5)
+
+
+class Objectives:
+    """Computes the objective of each minibatch and its gradient by the logprobs, as a backend does."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Batch, float, Any]] = []
+
+    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Any]:
+        made, torched = build(loss), batch.map(lambda column: torch.from_numpy(np.array(column)))
+        whole = (count_over or batch).map(lambda column: torch.from_numpy(np.array(column)))
+        logprobs = torched["new"].clone().requires_grad_()
+        terms, counts = made({"logprobs": logprobs}, torched).terms, made.counts(whole)
+        value = sum(made.weights[name] * term / counts[name] for name, term in terms.items())
+        self.found.append((batch, float(value.detach()), torch.autograd.grad(value, logprobs)[0].numpy()))
+        return {}
+
+
+def trl_tokens(kind: str, new: Any, old: Any, advantage: Any) -> Any:
+    """Return TRL's losses of the tokens of one response."""
+    ratio = torch.exp(new - old)
+    if kind == "clipped-pg":  # dapo
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    if kind == "cispo":
+        return -ratio.clamp(max=5.0).detach() * advantage * new
+    weight = (new - old).sum().exp().detach()
+    power, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+    return -(weight**power) * torch.exp(decay * (1 - weight)) * advantage * new
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["clipped-pg", "cispo", "vespo"])
+def test_trl_divides_each_minibatch_by_the_tokens_of_the_whole_batch(kind: str, minibatches: int) -> None:
+    """`_compute_loss` divides by num_items_in_batch / steps_per_generation, with one micro-batch for each minibatch."""
+    made, _ = policy_batch()
+    made = made.with_columns(reference_logprobs=(made["old_logprobs"] - 0.3).astype(np.float32))
+    registry, kl = load_plugins(), {"weight": 0.1}
+    document = {"loss": {"use": kind, "kl": kl}, "minibatches": minibatches, "count_over": "batch"}
+    config = structure(document, GrpoConfig, registry)
+    backend: Any = Objectives()
+    list(train_minibatches(backend, made, to_spec(config.loss), config, seed=1))
+    assert len(backend.found) == minibatches
+    for part, value, gradient in backend.found:
+        new = torch.from_numpy(part["new"].astype(np.float64)).requires_grad_()
+        old, reference = (torch.from_numpy(part[f"{who}_logprobs"].astype(np.float64)) for who in ("old", "reference"))
+        total = torch.zeros((), dtype=torch.float64)
+        for owned, advantage in zip(_owned(part), part["advantages"], strict=True):
+            if owned.any():
+                away = (reference - new)[owned]
+                each = trl_tokens(kind, new[owned], old[owned], torch.tensor(float(advantage)))
+                total = total + (each + kl["weight"] * (away.exp() - away - 1)).sum()
+        expected = total / (made["loss_mask"].sum() / minibatches)
+        assert value == pytest.approx(float(expected.detach()), rel=1e-4)
+        (slope,) = torch.autograd.grad(expected, new)
+        np.testing.assert_allclose(gradient, slope.numpy(), rtol=1e-4, atol=1e-7)
 
 
 def test_an_absolute_penalty_is_that_of_verl() -> None:

@@ -28,6 +28,7 @@ class TestPpoWithEverything(AlgorithmContract):
     use = "ppo"
     document = {
         "prompts_per_step": 4, "group_size": 2, "minibatches": 2, "epochs": 2, "critic_epochs": 3,
+        "count_over": "batch",
         "gae": {"gamma": 0.9, "adaptive_alpha": 0.5, "truncated": "bootstrap"}, "kl_reward": {"weight": 0.1},
         "overlong": {"penalty": 1.0, "buffer": 2, "length": 8}, "correction": {"weights": "token"},
         "loss": {"use": "ppo-clip", "likelihood": {"weight": 0.1}, "entropy_weight": 0.01},

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from whet.component import Spec
+from whet.config.build import build, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
@@ -23,6 +24,7 @@ class Named(WatchedBackend):
 
     def train(self, batch, loss, count_over=None):
         self._all.note(f"{self.name} train", batch, loss)
+        self.counted = (*getattr(self, "counted", ()), count_over)
         return super().train(batch, loss, count_over)
 
     def score(self, batch, outputs, weights="policy"):
@@ -41,12 +43,14 @@ def run():
             rollouts=WatchedRollouts(watch, config.group_size),
             backend=Named(watch, "policy"),
             roles={"critic": Named(watch, "critic")},
-            loss=Spec("the:policy"),
+            loss=to_spec(config.loss),
             steps=numbers,
             sync_weights=watched_sync(watch),
         )
         Ppo(config).run(parts)
-        return SimpleNamespace(watch=watch, names=[event.name for event in watch.events], metrics=numbers.metrics)
+        names = [event.name for event in watch.events]
+        trained = {"policy": parts.backend, "critic": parts.roles["critic"]}
+        return SimpleNamespace(watch=watch, names=names, metrics=numbers.metrics, trained=trained)
 
     return run
 
@@ -92,7 +96,7 @@ def test_critic_and_policy_are_trained_on_the_same_targets_with_their_own_losses
     watch = run(minibatches=1).watch
     (critic,), (policy,) = watch.named("critic train"), watch.named("policy train")
     assert critic.value.target == "whet_ppo.losses:ValueClip"
-    assert policy.value.target == "the:policy"
+    assert policy.value.target == "whet_ppo.losses:PpoClip"
     mask = policy.batch["loss_mask"]
     assert policy.batch["advantages"][mask].mean() == pytest.approx(0, abs=1e-6)
     assert policy.batch["advantages"][mask].std(ddof=1) == pytest.approx(1, rel=1e-5)
@@ -100,6 +104,19 @@ def test_critic_and_policy_are_trained_on_the_same_targets_with_their_own_losses
     assert (critic.batch["old_values"][mask] == -1).all()  # as the stand-in scores
     rewards = np.repeat(critic.batch["reward"], critic.batch["lengths"])
     assert critic.batch["returns"][mask] == pytest.approx(rewards[mask], abs=1e-5)
+
+
+@pytest.mark.parametrize("who", ["policy", "critic"])
+def test_a_minibatch_is_divided_by_the_tokens_of_the_whole_batch_as_in_trl(run, who):
+    """TRL divides by num_items_in_batch / steps_per_generation."""
+    done = run(minibatches=3, count_over="batch")
+    events, wholes = done.watch.named(f"{who} train"), done.trained[who].counted
+    (whole,) = {id(one): one for one in wholes}.values()
+    assert sum(event.batch["loss_mask"].sum() for event in events) == whole["loss_mask"].sum()
+    for event in events:
+        counts = build(event.value).counts(whole.map(torch.as_tensor))
+        assert [float(n) for n in counts.values()] == pytest.approx([whole["loss_mask"].sum() / 3] * len(counts))
+    assert set(run(minibatches=3).trained[who].counted) == {None}
 
 
 def test_responses_that_were_cut_are_left_out_of_both(run):

@@ -12,7 +12,7 @@ from whet.data.model_info import ModelInfo
 from whet.interfaces.chat import TrainOn
 from whet.plan.plan import facts_of
 from whet_data.demonstrations import FIELDS, known_fields, record_fields
-from whet_ops.algorithms.config import AverageConfig
+from whet_ops.algorithms.config import AverageConfig, MinibatchConfig
 
 TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
 TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})
@@ -32,15 +32,13 @@ class TaughtConfig:
 
 
 @frozen(kw_only=True)
-class DistillConfig(TaughtConfig):
+class DistillConfig(MinibatchConfig, TaughtConfig):
     """On-policy distillation: the student responds, and teachers say what they would have said."""
 
     prompts_per_step: int = field(default=32, validator=between(1, BATCH))
     """Number of groups of one step."""
     group_size: int = field(default=1, validator=between(1, GROUP))
     """Responses to each prompt."""
-    minibatches: int = field(default=1, validator=between(1, BATCH))
-    """Number of optimizer steps on each batch."""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     """For losses that read advantages: the logprobs that the teacher's are compared with, which are also the
     denominator of the ratio. `sampler`: those recorded while sampling. `trainer`: those of the student's weights before

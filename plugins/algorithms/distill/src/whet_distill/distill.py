@@ -14,6 +14,7 @@ from whet.data.model_info import read_model
 from whet_distill.config import DistillConfig
 from whet_distill.teaching import Teaching
 from whet_ops.algorithms.config import reads
+from whet_ops.algorithms.minibatches import train_minibatches
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import OnlineParts
@@ -36,8 +37,8 @@ class Distill:
             batch = teach(rollouts.take(config.prompts_per_step))
             own = backend.score(batch, ("logprobs",))["logprobs"] if self._scores(batch) else None
             batch = with_advantages(batch, moves, own)
-            for part in batch.split(config.minibatches, seed=step.seed):
-                step.log(backend.train(part, parts.loss))
+            for metrics in train_minibatches(backend, batch, parts.loss, config, step.seed):
+                step.log(metrics)
             parts.sync_weights(version=step.number)
             step.finish(batch)
 

@@ -6,7 +6,7 @@ from attrs import Factory, field, frozen
 from attrs.validators import deep_mapping, ge, gt, le, optional
 
 from whet.component import AdvantagesFacts, AlgorithmFacts, LossFacts, Selection
-from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
+from whet.config.bounds import FACTOR, GROUP, above, between
 from whet.config.renamed import renamed
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -27,8 +27,6 @@ class GrpoConfig(PolicyConfig):
 
     group_size: int = field(default=8, validator=between(1, GROUP))
     """Number of responses to each prompt. Their rewards are compared with each other."""
-    minibatches: int = field(default=1, validator=between(1, BATCH))
-    """Optimizer steps taken in one pass over each batch."""
     advantages: Selection = selection("advantages", "group-mean")
     """How rewards become advantages."""
     clip_advantages: float = field(default=0.0, validator=between(0, FACTOR))

@@ -9,6 +9,7 @@ from whet.data.randomness import derive_seed
 from whet_grpo.config import GrpoConfig
 from whet_ops.algorithms import config as shared
 from whet_ops.algorithms.config import OldLogprobs, reads_old_logprobs, wants_reference
+from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import (
     advantage_metrics,
     clip_advantages,
@@ -59,8 +60,8 @@ class Grpo:
             batch = logged(step, correct_gap(batch, before))
             batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
             for epoch in range(config.epochs):
-                for part in batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch)):
-                    step.log(backend.train(part, loss))
+                for metrics in train_minibatches(backend, batch, loss, config, derive_seed(step.seed, "epoch", epoch)):
+                    step.log(metrics)
             parts.sync_weights(version=step.number)
             step.finish(batch)
 

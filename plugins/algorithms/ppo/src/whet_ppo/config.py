@@ -59,8 +59,8 @@ class PpoConfig(PolicyConfig):
 
     group_size: int = field(default=1, validator=between(1, GROUP))
     """Responses to each prompt. PPO compares none of them; several share the computation of their prompt."""
-    minibatches: int = field(default=4, validator=between(1, BATCH))
-    """Optimizer steps taken in one pass over each batch."""
+    minibatches: int = field(default=4, validator=between(1, BATCH), kw_only=True)
+    """Optimizer steps taken in one pass over each batch, of the policy and of the critic."""
     critic_epochs: int = field(default=0, validator=between(0, GROUP))
     """Passes of the critic over each batch, before the policy's; 0: as many as the policy makes."""
     critic_warmup: int = field(default=0, validator=between(0, STEPS))

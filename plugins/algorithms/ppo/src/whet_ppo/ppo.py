@@ -10,11 +10,13 @@ from values that were computed before either changed.
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from whet.component import Spec
 from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.data.randomness import derive_seed
 from whet_chat.same_tokens import folders_of_roles
 from whet_ops.algorithms.config import choose_old_logprobs, reads_old_logprobs, wants_reference
+from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import (
     correct_gap,
     keep_uncertain,
@@ -32,6 +34,7 @@ from whet_ppo.targets import estimate, place_rewards, values_of
 if TYPE_CHECKING:
     from whet.data.metrics import Metric
     from whet.interfaces.algorithm import OnlineParts, Step
+    from whet.interfaces.backend import Backend
 
 
 class Ppo:
@@ -63,20 +66,22 @@ class Ppo:
             batch = logged(step, estimate(batch, values, after, config.gae))
             batch = logged(step, treat_covariance(batch, config.covariance, step.seed))
             batch = logged(step, correct_gap(batch, before))
-            for part in parts_of(batch, config, step, config.critic_epochs or config.epochs):
-                step.log(named(critic.train(part, value_loss)))
+            for metrics in train_epochs(critic, batch, value_loss, config, step, config.critic_epochs or config.epochs):
+                step.log(named(metrics))
             if step.number > config.critic_warmup:
                 batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
-                for part in parts_of(batch, config, step, config.epochs):
-                    step.log(backend.train(part, loss))
+                for metrics in train_epochs(backend, batch, loss, config, step, config.epochs):
+                    step.log(metrics)
             parts.sync_weights(version=step.number)
             step.finish(batch)
 
 
-def parts_of(batch: Batch, config: PpoConfig, step: "Step", epochs: int) -> Iterator[Batch]:
-    """Cut a batch into minibatches, otherwise in each epoch."""
+def train_epochs(
+    backend: "Backend", batch: Batch, loss: Spec, config: PpoConfig, step: "Step", epochs: int
+) -> "Iterator[Mapping[str, Metric]]":
+    """Train on the minibatches of a batch, cut otherwise in each epoch, and yield the metrics of each."""
     for epoch in range(epochs):
-        yield from batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch))
+        yield from train_minibatches(backend, batch, loss, config, derive_seed(step.seed, "epoch", epoch))
 
 
 def named(metrics: "Mapping[str, Metric]") -> "dict[str, Metric]":

@@ -296,8 +296,20 @@ class ClipSection:
     off."""
 
 
+@frozen(slots=False)  # a second base class beside one with slots
+class MinibatchConfig:
+    """The optimizer steps on one batch of rollouts."""
+
+    minibatches: int = field(default=1, validator=between(1, BATCH), kw_only=True)
+    """Optimizer steps taken in one pass over each batch."""
+    count_over: Literal["minibatch", "batch"] = field(default="minibatch", kw_only=True)
+    """The tokens or sequences that the loss of a minibatch is divided by. `minibatch`: its own, as in verl and NeMo RL.
+    `batch`: the mean number of a minibatch over the whole batch, as in TRL's `dapo`, `cispo` and `vespo`. A token then
+    weighs the same in every minibatch, so minibatches of long responses weigh more."""
+
+
 @frozen
-class PolicyConfig:
+class PolicyConfig(MinibatchConfig):
     """The settings that all policy gradient algorithms share."""
 
     prompts_per_step: int = field(default=32, validator=between(1, BATCH))

@@ -31,7 +31,7 @@ The relative error counts as at most 0.2, so a step of 5 horizons can change the
 def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
     """Yield conflicts between the settings of an algorithm that extends `PolicyConfig`, with paths below `algorithm`.
 
-    It also has `group_size`, `minibatches` and `loss`. The loss may be offered by any plugin.
+    It also has `group_size` and `loss`. The loss may be offered by any plugin.
     """
     yield from minibatch_problems(policy, config)
     yield from _shaping_problems(policy.overlong, policy.correction, config)
@@ -53,12 +53,15 @@ def policy_problems(policy: Any, config: "Config") -> Iterator[Problem]:
 
 
 def minibatch_problems(algorithm: Any, config: "Config") -> Iterator[Problem]:
-    """Yield that the smallest step has fewer responses than `minibatches`."""
+    """Yield that the smallest step has fewer responses than `minibatches`, or that `count_over` has no effect."""
     prompts, least = algorithm.prompts_per_step, min(_group_sizes(algorithm, config))
     if algorithm.minibatches > prompts * least:
         words = f"is {algorithm.minibatches}, more than the {prompts} x {least} responses of a step"
         smaller = "; an environment has a group_size of its own" if least < algorithm.group_size else ""
         yield Problem("algorithm.minibatches", words + smaller)
+    if algorithm.count_over == "batch" and algorithm.minibatches == 1:
+        words = "is batch, which has no effect on a single minibatch; set algorithm.minibatches, or leave it out"
+        yield Problem("algorithm.count_over", words)
 
 
 def _group_sizes(algorithm: Any, config: "Config") -> list[int]:

@@ -1,0 +1,52 @@
+"""Training on the minibatches of a batch. Needs no torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from whet.component import Spec
+from whet.config.build import build
+from whet.data.batch import Batch
+from whet.interfaces.loss import Loss, LossResult
+from whet_ops.algorithms.config import MinibatchConfig
+
+if TYPE_CHECKING:
+    from whet.data.metrics import Metric
+    from whet.interfaces.backend import Backend
+
+
+def train_minibatches(
+    backend: "Backend", batch: Batch, loss: Spec, config: MinibatchConfig, seed: int
+) -> Iterator[Mapping[str, "Metric"]]:
+    """Take an optimizer step on each minibatch of a batch, and yield its metrics. See `MinibatchConfig`."""
+    whole = None
+    if config.count_over == "batch":
+        whole, given = batch, {"loss": asdict(loss), "minibatches": config.minibatches}
+        loss = Spec("whet_ops.algorithms.minibatches:SharedCount", "", given)
+    for part in batch.split(config.minibatches, seed=seed):
+        yield backend.train(part, loss, whole)
+
+
+class SharedCount:
+    """Another loss, each count of which is divided by the number of minibatches.
+
+    With the counts of a whole batch, every minibatch is divided by the mean count of a minibatch.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._loss: Loss = build(Spec(**config["loss"]))
+        self._minibatches: int = config["minibatches"]
+        self.columns, self.outputs, self.weights = self._loss.columns, self._loss.outputs, self._loss.weights
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the counts of the inner loss, divided by the number of minibatches."""
+        return {name: count / self._minibatches for name, count in self._loss.counts(batch).items()}
+
+    def live(self, batch: Batch) -> Any:
+        """Return which sequences can move the inner loss."""
+        return self._loss.live(batch)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Return the result of the inner loss."""
+        return self._loss(outputs, batch)
