@@ -137,6 +137,21 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     return policy, numbers
 
 
+def test_a_masked_response_pays_no_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLOO of TRL: `completion_mask` is 0 where a response was cut, and the KL of a response is summed over it."""
+    row = {"tokens": [0, LETTERS[0], LETTERS[2]], "loss_mask": [False, True, True]}
+    away = [np.array([0, -1, -1], np.float32), np.array([0, -5, -5], np.float32)]
+    rows = [{**row, "sampler_logprobs": logprobs} for logprobs in away]
+    made = from_sequences(rows, prompt_lengths=[1] * 2, group=[0] * 2)
+    batch = made.with_columns(reward=np.array([1, 1], np.float32), stopped=np.array([True, False]))
+    monkeypatch.setattr(RolloutStream, "take", lambda self, groups: batch)
+    changes = {"kl_reward": {"weight": 0.05, "clamp": 0.0}, "old_logprobs": "sampler", "advantages": "rloo"}
+    policy, _ = run(1, [], group_size=2, overlong={"mask": True}, **changes)
+    kl = np.array([2 * (-1 - np.log(1 / 4)), 0])
+    rewards = 1 - 0.05 * kl
+    assert policy.advantages[0].tolist() == pytest.approx((rewards - rewards[::-1]).tolist(), rel=1e-5)
+
+
 def test_a_conversation_in_two_sequences_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"tokens": [0, LETTERS[0], LETTERS[2]], "loss_mask": [False, True, True]}
     rows = [{**row, "sampler_logprobs": np.zeros(3, np.float32)}] * 3

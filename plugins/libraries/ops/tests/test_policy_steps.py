@@ -31,6 +31,7 @@ from whet_ops.algorithms.policy_steps import (
     treat_covariance,
 )
 from whet_ops.correction import gap, importance_weights
+from whet_ops.members import with_mask
 from whet_testing.batches import random_batch
 from whet_testing.fakes import FakeBackend
 
@@ -287,19 +288,24 @@ def test_the_reward_without_the_penalty_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per", "conversation", "divergence"),
+    ("per", "conversation", "masked", "divergence"),
     [
-        ("sequence", [0, 1, 2], (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
-        ("token", [0, 1, 2], (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
-        ("token", [0, 1, 1], (1 + 2.5 / 5) / 2),  # the last two are parts of one conversation
+        ("sequence", [0, 1, 2], [], (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
+        ("sequence", [0, 1, 2], [1], 2.5),
+        ("token", [0, 1, 2], [], (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
+        ("token", [0, 1, 1], [], (1 + 2.5 / 5) / 2),  # the last two are parts of one conversation
+        ("token", [0, 1, 1], [1], 2.5 / 5),
     ],
 )
-def test_an_adaptive_weight_is_charged_and_then_adapted(per: Any, conversation: list[int], divergence: float) -> None:
+def test_an_adaptive_weight_is_charged_and_then_adapted(
+    per: Any, conversation: list[int], masked: list[int], divergence: float
+) -> None:
     reference = tokens(0, -2, 0, -1.5, -1, 0, -1, -3, -1)
     control = KlControlSection(target=divergence / 1.1, horizon=20.0, per=per)
     section, carried = KlRewardSection(weight=0.5, adaptive=control), {}
     for weight in (0.5, 0.5 * (1 + 0.1 * 2 / 20), 0.5 * (1 + 0.1 * 2 / 20) ** 2):
         given = batch(reference_logprobs=reference, conversation=np.array(conversation), share=np.ones(3, np.float32))
+        given = with_mask(given, given["loss_mask"] & ~np.isin(np.arange(9), masked))
         found, metrics = penalise_kl(given, section, carried)
         assert found["token_rewards"].min() == pytest.approx(-2 * weight, rel=1e-6)
         assert metrics["kl_reward/weight"].number() == pytest.approx(weight, rel=1e-6)

@@ -22,8 +22,8 @@ class OverlongSection:
     """The treatment of responses that are too long."""
 
     mask: bool = False
-    """Leave truncated sequences out of the loss (DAPO's overlong filtering). Their reward still counts in the baseline
-    of their group."""
+    """Leave truncated sequences out of the loss (DAPO's overlong filtering), and out of the penalty `kl_reward`. Their
+    reward still counts in the baseline of their group."""
     penalty: float = field(default=0.0, validator=between(0, FACTOR))
     """Largest penalty for a long response, subtracted from its reward (DAPO's soft overlong punishment); 0: no
     penalty."""
@@ -76,7 +76,8 @@ class KlControlSection:
     at most 0.2. A step must have fewer than 5 * `horizon` episodes."""
     per: Literal["sequence", "token"] = "sequence"
     """The unit of the divergence. `sequence`: the sum over the tokens of an episode, as in the paper. `token`: the mean
-    over the tokens of each sequence, then over sequences, as in verl."""
+    over the tokens of each sequence, then over sequences, as in verl. Those that `overlong.mask` leaves out do not
+    count."""
 
 
 @frozen

@@ -1,6 +1,6 @@
 """The stages between taking a batch of rollouts and training on it: small steps from batch to batch.
 
-    take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> treat_covariance
+    take -> penalise_overlong -> scores -> mask_overlong -> penalise_kl -> advantages -> treat_covariance
          -> correct_gap -> keep_uncertain -> train
 
 All stages run on the driver, on NumPy columns. A stage returns the batch unchanged if its config section is off. One
@@ -126,7 +126,7 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
 def penalise_kl(
     batch: Batch, section: KlRewardSection, carried: MutableMapping[str, Any] | None = None
 ) -> tuple[Batch, Metrics]:
-    """Subtract the weighted divergence of the policy from the reference at each token from the reward.
+    """Subtract the weighted divergence of the policy from the reference at each trained token from the reward.
 
     The column `token_rewards` [N] is -weight * KL. Its sum over an episode is added to the episode's reward, and is
     also the named reward `kl`. The column `task_reward` keeps the reward without the penalty, because a float32 sum of
@@ -165,14 +165,15 @@ def _divergence(batch: Batch, section: KlRewardSection) -> NDArray[Any]:
 
 
 def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSection) -> float:
-    """Return the weight of the next step. kl [N]."""
-    control, episodes = section.adaptive, len(np.unique(np.asarray(batch["episode"])))
+    """Return the weight of the next step. kl [N]. Episodes and sequences that pay nothing do not lower the mean."""
+    control, episode, mask = section.adaptive, np.asarray(batch["episode"]), np.asarray(batch["loss_mask"])
     kl, lengths = kl.astype(np.float64), joined(batch)["lengths"]
     if control.per == "sequence":
-        divergence = float(kl.sum()) / max(episodes, 1)
+        divergence = float(kl.sum()) / max(len(np.unique(expand(episode, batch["lengths"])[mask])), 1)
     else:
-        divergence = float(segment_mean(kl, lengths, np.asarray(batch["loss_mask"])).mean()) if len(lengths) else 0.0
-    return adapted_weight(weight, divergence, control.target, control.horizon, episodes)
+        paying = segment_sum(mask.astype(np.int64), lengths) > 0
+        divergence = float(segment_mean(kl, lengths, mask).sum()) / max(int(paying.sum()), 1)
+    return adapted_weight(weight, divergence, control.target, control.horizon, len(np.unique(episode)))
 
 
 def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection) -> tuple[Batch, Metrics]:
