@@ -20,12 +20,13 @@ from whet_grpo.config import (
     GroupMeanConfig,
     GrpoConfig,
     OpoConfig,
+    ReinforceConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
 )
-from whet_grpo.losses import ClippedPg
-from whet_ops.algorithms.config import CorrectionSection, KlLossSection, OverlongSection
+from whet_grpo.losses import ClippedPg, Reinforce
+from whet_ops.algorithms.config import CorrectionSection, KlLossSection, KlOldSection, OverlongSection
 from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import correct_gap, penalise_overlong
 
@@ -276,6 +277,36 @@ def policy_batch() -> tuple[Batch, np.ndarray]:
     columns = {"new": ragged(new), "old_logprobs": ragged(old), "sampler_logprobs": ragged(old)}
     columns = {name: values.astype(np.float32) for name, values in columns.items()}
     return made.with_columns(loss_mask=kept, advantages=advantages.astype(np.float32), **columns), losses
+
+
+def far_away() -> Batch:
+    """Return the batch of `policy_batch` with log-ratios up to 30 nats on both sides."""
+    made, _ = policy_batch()
+    old = made["new"] - 30 * np.sin(np.arange(made.tokens))
+    return made.with_columns(old_logprobs=old.astype(np.float32))
+
+
+def test_trl_and_nemo_rl_bound_no_log_ratio() -> None:
+    made = far_away()
+    mask, advantages = made["loss_mask"], np.repeat(made["advantages"], made["lengths"]).astype(np.float64)
+    ratio = np.exp(made["new"].astype(np.float64) - made["old_logprobs"])
+    losses = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
+    expected = losses[mask].mean()
+    assert loss_of(made, ClippedPgConfig(clamp_log_ratio=0.0)) == pytest.approx(expected, rel=1e-4)
+    assert abs(loss_of(made, ClippedPgConfig())) < abs(expected) / 10
+
+
+def test_the_penalty_of_verls_dro_has_no_bound() -> None:
+    """`compute_policy_loss_dro`: -(A log p - beta / 2 (log p - log old)^2)."""
+    made = far_away()
+    torched = made.map(lambda column: torch.from_numpy(np.array(column)))
+    penalty = KlOldSection(weight=0.3, to="old", clamp_log_ratio=0.0)
+    loss = Reinforce(ReinforceConfig(max_weight=None, kl_old=penalty))
+    terms, counts = loss({"logprobs": torched["new"]}, torched).terms, loss.counts(torched)
+    found = sum(loss.weights[name] * float(terms[name] / counts[name]) for name in terms)
+    mask, advantages = made["loss_mask"], np.repeat(made["advantages"], made["lengths"]).astype(np.float64)
+    new, old = made["new"].astype(np.float64), made["old_logprobs"].astype(np.float64)
+    assert found == pytest.approx(-(new * advantages - 0.15 * (new - old) ** 2)[mask].mean(), rel=1e-5)
 
 
 def test_averages_of_trl_count_masked_sequences() -> None:
