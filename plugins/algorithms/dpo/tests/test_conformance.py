@@ -161,6 +161,10 @@ class TestCpo(PairContract):
     makes = losses.Cpo(config.CpoConfig())
 
 
+class TestCpoOfIpo(PairContract):
+    makes = losses.Cpo(config.CpoConfig(loss_type="ipo"))
+
+
 class TestForwardKl(PairContract):
     makes = losses.Dpo(config.DpoLossConfig(divergence="forward-kl"))
 

@@ -169,6 +169,19 @@ CASES: dict[str, tuple[Any, bool, bool, Formula, Any]] = {
         losses.Cpo(config.CpoConfig(beta=BETA, label_smoothing=0.1)),
         False, False, lambda c, r: -0.9 * log_sigmoid(BETA * (c - r)) - 0.1 * log_sigmoid(BETA * (r - c)), nll_by_token,
     ),
+    # TRL's cpo_loss: relu(1 - beta * logits), and of mean logprobs (logits - 1 / (2 * beta)) ** 2
+    "cpo, hinge": (
+        losses.Cpo(config.CpoConfig(beta=BETA, loss_type="hinge")),
+        False, False, lambda c, r: max(0.0, 1 - BETA * (c - r)), nll_by_token,
+    ),
+    "cpo, ipo": (
+        losses.Cpo(config.CpoConfig(beta=BETA, loss_type="ipo")),
+        False, True, lambda c, r: (c - r - 1 / (2 * BETA)) ** 2, nll_by_token,
+    ),
+    "cpo, ipo of sums": (
+        losses.Cpo(config.CpoConfig(beta=BETA, loss_type="ipo", average_logprobs=False)),
+        False, False, lambda c, r: (c - r - 1 / (2 * BETA)) ** 2, nll_by_token,
+    ),
     "simpo": (
         losses.Simpo(config.SimpoConfig(beta=1.5, gamma=0.7)),
         False, True, lambda c, r: -log_sigmoid(1.5 * (c - r) - 0.7), nothing,
@@ -399,8 +412,15 @@ def test_tokens_50_nats_apart_stay_finite(case: Case, name: str, log_ratio: floa
         (lambda c, r: 0.3 * formulas.odds_ratio(c, r), 0.1558142, [-0.0667265, -0.0898201, -0.0107104]),
         # CPOTrainer.cpo_loss, loss_type="simpo", beta 1.5, simpo_gamma 0.7, label_smoothing 0.1
         (lambda c, r: formulas.simpo(c - r, 1.5, 0.7, 0.1), 0.8623624, [-0.2124896, -0.3549992, 0.0199567]),
+        # the same with loss_type="hinge" and "ipo", beta 0.3
+        (losses.Cpo(config.CpoConfig(beta=0.3, loss_type="hinge")).preference, 0.78, [-0.1, -0.1, -0.1]),
+        (
+            losses.Cpo(config.CpoConfig(beta=0.3, loss_type="ipo")).preference,
+            2.2333333,
+            [-0.8444445, -1.4444444, 0.4222222],
+        ),
     ],
-    ids=["orpo", "simpo"],
+    ids=["orpo", "simpo", "cpo-hinge", "cpo-ipo"],
 )
 def test_formulas_give_the_numbers_that_trl_1_16_gave(formula: Any, value: float, gradient: list[float]) -> None:
     chosen = torch.tensor([-0.7, -1.4, -0.2], requires_grad=True)

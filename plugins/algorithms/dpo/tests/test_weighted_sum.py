@@ -154,6 +154,11 @@ def test_sums_that_say_nothing_or_the_same_are_refused(registry: Registry, terms
             {"use": "bco-pair", "shift": "none", "shift_mean": "responses"},
             "algorithm.loss.shift_mean: has no effect without a shift",
         ),
+        (
+            DpoConfig,
+            {"use": "cpo", "loss_type": "hinge", "label_smoothing": 0.1},
+            "algorithm.loss.label_smoothing: has no effect on the loss_type hinge; set algorithm.loss.loss_type: sigm",
+        ),
         (DpoConfig, {"use": "dpo", "divergence": "alpha", "divergence_alpha": 0.2}, ""),
         (DpoConfig, [{"use": "bco-pair", "shift": "none"}, {"use": "bco-pair", "name": "again"}], ""),
         (KtoConfig, [{"use": "kto"}, {"use": "bco"}], ""),

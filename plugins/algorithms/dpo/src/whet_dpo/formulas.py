@@ -59,8 +59,8 @@ def ipo(margin: Tensor, beta: float) -> Tensor:
 
 
 def hinge(margin: Tensor, beta: float) -> Tensor:
-    """max(0, 1 - beta m). Zhao et al. 2023, equation 1 (arXiv:2305.10425), on log-ratios as in Liu et al. 2023,
-    section 3.2 (arXiv:2309.06657).
+    """max(0, 1 - beta m). Zhao et al. 2023, equation 1 (arXiv:2305.10425), on logprobs; on log-ratios as in Liu et al.
+    2023, section 3.2 (arXiv:2309.06657).
     """
     return torch.relu(1 - beta * margin)
 

@@ -83,6 +83,9 @@ def _of_keys(path: str, loss: Any) -> Iterable[Problem]:
     if alpha not in (None, usual) and (divergence := loss.divergence) != "alpha":
         wanted = f"set {path}.divergence: alpha, or leave it out"
         yield Problem(f"{path}.divergence_alpha", f"has no effect on the divergence {divergence}; {wanted}")
+    if isinstance(loss, sections.CpoConfig) and loss.label_smoothing and loss.loss_type != "sigmoid":
+        words = f"has no effect on the loss_type {loss.loss_type}; set {path}.loss_type: sigmoid, or leave it out"
+        yield Problem(f"{path}.label_smoothing", words)
     moved = getattr(loss, "shift_mean", None) not in (None, whole_config.BcoPairConfig().shift_mean)
     if moved and loss.shift == "none":
         yield Problem(f"{path}.shift_mean", f"has no effect without a shift; set {path}.shift, or leave it out")

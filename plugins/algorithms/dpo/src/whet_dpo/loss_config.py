@@ -187,10 +187,13 @@ class CpoConfig:
 
     beta: float = field(default=0.1, validator=POSITIVE)
     """Scales the logprob of a response, summed over its tokens."""
-    average_logprobs: bool = False
-    """Divide a response's logprob by its tokens."""
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """The loss of a pair, as in TRL's CPO trainer. `sigmoid`: the log-loss, as in the paper. `hinge`: the hinge loss of
+    SLiC. `ipo`: the squared loss of IPO."""
+    average_logprobs: bool | None = None
+    """Divide a response's logprob by its tokens. Null: only for the `loss_type` `ipo`, as in TRL."""
     label_smoothing: float = field(default=0.0, validator=SHARE)
-    """Share of the pairs that are taken to be the wrong way round."""
+    """For `sigmoid`: share of the pairs that are taken to be the wrong way round."""
     sft: SftTerm = Factory(lambda: SftTerm(weight=1.0))
     """The likelihood of the chosen responses."""
     metrics: PairMetrics = Factory(PairMetrics)

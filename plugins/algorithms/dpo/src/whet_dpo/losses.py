@@ -9,7 +9,7 @@ from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet_dpo import formulas
 from whet_dpo import loss_config as sections
-from whet_dpo.pairwise import PairLoss, likelihood, likelihood_count, live_pairs
+from whet_dpo.pairwise import PairLoss, Scoring, likelihood, likelihood_count, live_pairs
 
 
 class Dpo(PairLoss[sections.DpoLossConfig]):
@@ -114,13 +114,22 @@ class SppoHard(PairLoss[sections.SppoHardConfig]):
 
 
 class Cpo(PairLoss[sections.CpoConfig]):
-    """See `whet_dpo.formulas.cpo`. Scores are logprobs; the likelihood has weight 1 by default."""
+    """See `whet_dpo.formulas`: `cpo`, `hinge` or `ipo`. Scores are logprobs; the likelihood has weight 1 by default."""
 
     referenced = False
 
+    @property
+    def scoring(self) -> Scoring:
+        """Return how the responses are scored. By default, `ipo` alone averages."""
+        average = self.config.average_logprobs
+        return Scoring(self.referenced, self.config.loss_type == "ipo" if average is None else average)
+
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Return the loss of each pair."""
-        return formulas.cpo(chosen - rejected, self.config.beta, self.config.label_smoothing)
+        margin, beta = chosen - rejected, self.config.beta
+        if self.config.loss_type == "sigmoid":
+            return formulas.cpo(margin, beta, self.config.label_smoothing)
+        return formulas.hinge(margin, beta) if self.config.loss_type == "hinge" else formulas.ipo(margin, beta)
 
 
 class Sft:
