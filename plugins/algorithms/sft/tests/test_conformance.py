@@ -17,3 +17,8 @@ class TestSft(AlgorithmContract):
 class TestNll(LossContract):
     def make(self) -> Nll:
         return Nll(NllConfig())
+
+
+class TestNllWeightedByProbability(LossContract):
+    def make(self) -> Nll:
+        return Nll(NllConfig(weighting="probability"))

@@ -41,3 +41,24 @@ def test_sequences_without_a_trained_token_are_dead():
     rows = [{"tokens": np.arange(4), "loss_mask": np.array(mask, bool)} for mask in ([0, 0, 1, 1], [0, 0, 0, 0])]
     batch: Batch = from_sequences(rows, prompt_lengths=[2, 2]).map(torch.from_numpy)
     assert Nll(NllConfig()).live(batch).tolist() == [True, False]
+
+
+def test_the_weight_of_a_token_is_its_probability_without_a_gradient():
+    """TRL's `dft`: minus logprob times its exponential, which is detached, over the number of tokens; in float64."""
+    rows = [
+        {"tokens": np.arange(n), "loss_mask": np.arange(n) >= n - trained} for n, trained in ((7, 4), (5, 2), (3, 0))
+    ]
+    batch: Batch = from_sequences(rows, prompt_lengths=[1, 1, 1]).map(torch.from_numpy)
+    logprobs = torch.log(torch.rand(15, generator=torch.Generator().manual_seed(0)))
+    logprobs[6] = -torch.inf  # a token that cannot occur is not learnt
+    mine = logprobs.clone().requires_grad_()
+    loss = Nll(NllConfig(weighting="probability"))
+    result = loss({"logprobs": mine}, batch)
+    value = result.terms["nll"] / loss.counts(batch)["nll"]
+    trained = batch["loss_mask"] & logprobs.isfinite()
+    theirs = logprobs.double().requires_grad_()
+    expected = torch.where(trained, -theirs * theirs.exp().detach(), 0.0).sum() / 6
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    wanted = torch.autograd.grad(expected, theirs)[0].nan_to_num()
+    torch.testing.assert_close(torch.autograd.grad(value, mine)[0].double(), wanted, rtol=1e-6, atol=0.0)
+    assert result.metrics["nll"].number() == float("inf")

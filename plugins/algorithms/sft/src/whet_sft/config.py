@@ -1,5 +1,7 @@
 """The sections of SFT and its loss, and what planning needs to know of them."""
 
+from typing import Literal
+
 from attrs import field, frozen
 
 from whet.component import AlgorithmFacts, LossFacts, Selection
@@ -33,6 +35,10 @@ class SftConfig:
 @frozen
 class NllConfig:
     """The negative log-likelihood of the data, as the mean over all trained tokens of a batch."""
+
+    weighting: Literal["none", "probability"] = "none"
+    """The weight of a token. `none`: all tokens weigh 1. `probability`: its probability under the model, without
+    gradient. This is Dynamic Fine-Tuning, TRL's `loss_type: dft`: unlikely tokens of the data are learnt less."""
 
 
 def sft_facts(config: SftConfig, model: ModelInfo) -> AlgorithmFacts:

@@ -27,7 +27,7 @@ class Sft:
 
     def run(self, parts: "OfflineParts") -> None:
         """Run from the first step that is left to the last."""
-        # `nll` of the validation data is its loss
+        # `perplexity` of the validation data is the exponential of `nll`
         offline_loop(
             parts, read_data(parts), self.config, weight=trained_tokens, derive=with_perplexity, redundant=("nll",)
         )
