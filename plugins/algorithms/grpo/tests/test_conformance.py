@@ -11,6 +11,7 @@ from whet_grpo.advantages import (
     Gdpo,
     GroupMean,
     Opo,
+    PassAtK,
     ReinforcePlusPlus,
     Remax,
     Rloo,
@@ -27,6 +28,7 @@ from whet_grpo.config import (
     GspoConfig,
     OffPolicySection,
     OpoConfig,
+    PassAtKConfig,
     ReinforceConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
@@ -238,6 +240,11 @@ class TestWhitenedRloo(AdvantagesContract):
 class TestOpo(AdvantagesContract):
     def make(self) -> Opo:
         return Opo(OpoConfig())
+
+
+class TestPassAtK(AdvantagesContract):
+    def make(self) -> PassAtK:
+        return PassAtK(PassAtKConfig(k=2))  # with more, several best samples of a group have no advantage
 
 
 class TestRemax(AdvantagesContract):

@@ -49,6 +49,8 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
     [
         {},
         {"advantages": "reinforce-plus-plus", "group_size": 1},
+        {"advantages": "pass-at-k"},
+        {"advantages": {"use": "pass-at-k", "k": 3, "baseline": "mean"}},
         {"advantages": "reinforce-plus-plus", "loss": {"use": "gspo", "level": "token"}},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "minibatches": 2},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "old_logprobs": "sampler"},
@@ -142,6 +144,15 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             "algorithm.advantages.std_over", "which divides by nothing",
         ),
         ({"advantages": "gdpo", "overlong": {"factor": 0.5}}, "algorithm.overlong.factor", "`gdpo` has normalised"),
+        ({"advantages": {"use": "pass-at-k", "k": 5}}, "algorithm.advantages.k", "is 5, more than the 4 samples of a"),
+        (
+            {"advantages": {"use": "pass-at-k", "k": 4}, "own_size": 2},
+            "algorithm.advantages.k", "is 4, more than the 2 samples of a",
+        ),
+        (
+            {"advantages": {"use": "pass-at-k", "baseline": "mean"}},
+            "algorithm.advantages.k", "is null: all 4 samples of a group, whose",
+        ),
         ({"covariance": {"share": 0.1}}, "algorithm.covariance.share", "has no effect with method: none"),
         (
             {"covariance": {"method": "clip-cov", "weight": 2.0}},

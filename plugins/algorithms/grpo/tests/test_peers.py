@@ -14,6 +14,7 @@ from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
 from whet.plugins.registry import load_plugins
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
+from whet_grpo.advantages import Gdpo, GroupMean, Opo, PassAtK, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     ClippedPgConfig,
     GdpoConfig,
@@ -21,6 +22,7 @@ from whet_grpo.config import (
     GrpoConfig,
     OpoConfig,
     ReinforceConfig,
+    PassAtKConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
@@ -91,6 +93,16 @@ def test_group_mean_of_verl(groups: list[int], by_deviation: bool) -> None:
         expected.append((reward - mean) / (deviation + 1e-6 if by_deviation else 1.0))
     config = GroupMeanConfig(scale="group" if by_deviation else "none", epsilon=1e-6, singleton="reward")
     check(GroupMean(config)(batch(groups)), expected)
+
+
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_pass_at_k_of_verl_is_of_the_best_response_alone(by_deviation: bool) -> None:
+    expected = []
+    for i, reward in enumerate(REWARDS):
+        best, second = sorted(own(REWARDS, GROUPS, i))[:-3:-1]
+        deviation = own(REWARDS, GROUPS, i).std(ddof=1) + 1e-6 if by_deviation else 1.0
+        expected.append((best - second) / deviation if reward == best else 0.0)
+    check(PassAtK(PassAtKConfig(scale="group" if by_deviation else "none"))(batch()), expected)
 
 
 @pytest.mark.parametrize("groups", [GROUPS, ALONE])

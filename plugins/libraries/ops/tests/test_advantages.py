@@ -1,3 +1,5 @@
+import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -6,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
+from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, pass_at_k, whiten
 
 
 def array(*values: float) -> np.ndarray:
@@ -242,3 +244,44 @@ def test_no_other_baseline_has_less_variance(rewards: list[float], sizes: list[i
 @pytest.mark.parametrize("reward", [0.1, 1.0, -3.3])
 def test_equal_rewards_of_different_lengths_have_no_advantage(reward: float) -> None:
     assert not length_weighted(np.full(3, reward), np.zeros(3, np.int64), np.array([1, 5, 7])).any()
+
+
+@pytest.mark.parametrize("baseline", ["leave-one-out", "mean"])
+@given(rewards=st.lists(st.integers(0, 3), min_size=1, max_size=6), k=st.sampled_from([None, 2, 3, 5, 9]))
+def test_pass_at_k_is_the_mean_over_all_subsets(baseline: Any, rewards: list[int], k: int | None) -> None:
+    values, n = np.array(rewards, np.float64) / 3, len(rewards)
+    subsets = [list(one) for one in combinations(range(n), min(k or n, n))]
+    best = [values[one].max() for one in subsets]
+    expected = []
+    for i in range(n):
+        own = [one for one in subsets if i in one]
+        without = [values[[j for j in one if j != i]].max() if n > 1 else values[i] for one in own]
+        below = np.mean(without if baseline == "leave-one-out" else best)
+        expected.append(np.mean([values[one].max() for one in own]) - below)
+    deviation = np.std(best) if baseline == "mean" else np.std(values, ddof=1) if n > 1 else 0.0
+    twice = np.tile(values, 2), np.repeat([7, 3], n)  # a second group changes nothing
+    for scale, by in (("none", 1.0), ("group", deviation + 1e-6)):
+        found = pass_at_k(*twice, k, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+        np.testing.assert_allclose(found, np.tile(np.array(expected) / by, 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("right", range(9))
+@pytest.mark.parametrize("k", [2, 4, 8])
+def test_pass_at_k_of_rights_and_wrongs_is_the_published_formula(right: int, k: int) -> None:
+    n, wrong = 8, 8 - right
+    reward = 1 - math.comb(wrong, k) / math.comb(n, k)
+    deviation = math.sqrt(reward * (1 - reward)) or math.inf
+    beside = 1 - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1) if wrong else 0.0
+    expected = [(beside - reward) / deviation] * wrong + [(1 - reward) / deviation] * right
+    rewards = np.repeat(np.float32([0, 1]), [wrong, right])
+    found = pass_at_k(rewards, np.zeros(n), k, baseline="mean", epsilon=0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=6), st.sampled_from([None, 2, 3]))
+def test_pass_at_k_gives_samples_that_add_nothing_exactly_nothing(rewards: list[int], k: int | None) -> None:
+    found = pass_at_k(np.array(rewards) / 7, np.zeros(len(rewards)), k)
+    ordered = sorted(rewards)
+    least = ordered[min(k or len(rewards), len(rewards)) - 2]  # the second best of the worst subset
+    assert ((found > 0) == (np.array(rewards) > least)).all() if k else (found > 0).sum() <= 1
+    assert (found >= 0).all()

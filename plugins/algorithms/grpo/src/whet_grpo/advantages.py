@@ -16,13 +16,14 @@ from whet_grpo.config import (
     GdpoConfig,
     GroupMeanConfig,
     OpoConfig,
+    PassAtKConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
     RoleBaselineConfig,
     TurnReturnsConfig,
 )
-from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
+from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, pass_at_k, whiten
 from whet_ops.gae import at_last, gae
 from whet_ops.members import members_of, of_members, placed_rewards, produced, turn_of
 from whet_ops.reductions import expand, segment_sum
@@ -164,6 +165,20 @@ class Opo:
         sizes = np.bincount(members.owner, tokens, len(members.sizes)) / members.sizes
         rewards, group = batch["reward"][members.first], members.cohort
         return np.asarray(length_weighted(rewards, group, sizes, self.config.singleton)[members.owner])
+
+
+class PassAtK:
+    """What a sample adds to the best reward of k samples of its group. See `whet_ops.advantages.pass_at_k`."""
+
+    def __init__(self, config: PassAtKConfig) -> None:
+        self.config = config
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Return the advantage of each sequence [B]. All sequences of a member have the same advantage."""
+        c, members = self.config, members_of(batch)
+        rewards, group = batch["reward"][members.first], members.cohort
+        found = pass_at_k(rewards, group, c.k, baseline=c.baseline, scale=c.scale, epsilon=c.epsilon)
+        return np.asarray(found[members.owner])
 
 
 class Remax:

@@ -235,6 +235,23 @@ class OpoConfig:
 
 
 @frozen
+class PassAtKConfig:
+    """Pass@k training: what a sample adds to the best reward of k samples, so that samples of a task stay diverse."""
+
+    k: int | None = field(default=None, validator=optional(between(2, GROUP)))
+    """Number of samples of which the best counts; null: all samples of the group."""
+    baseline: Literal["leave-one-out", "mean"] = "leave-one-out"
+    """What is subtracted from the best reward of the samples with this one. `leave-one-out`: the best reward of the
+    others of these samples. With null for `k`, this is verl's `grpo_passk`. `mean`: the mean of the best reward over
+    all choices of k samples. It needs a `k` below the group's size."""
+    scale: Literal["group", "none"] = "group"
+    """`group`: divide by a standard deviation. With `leave-one-out` it is that of the group's rewards, with `mean` that
+    of the best reward over all choices of k samples. `none`: no division."""
+    epsilon: float = field(default=1.0e-6, validator=between(0, 1))
+    """Added to the standard deviation."""
+
+
+@frozen
 class RemaxConfig:
     """ReMax: the reward minus the reward of the likeliest response, sampled for each group at temperature 0."""
 

@@ -42,6 +42,7 @@ def whet_advantages() -> Iterable[Component]:
     yield Component("group-mean", sections.GroupMeanConfig, "whet_grpo.advantages:GroupMean", OF_GROUPS)
     yield Component("rloo", sections.RlooConfig, "whet_grpo.advantages:Rloo", OF_GROUPS)
     yield Component("opo", sections.OpoConfig, "whet_grpo.advantages:Opo", OF_GROUPS)
+    yield Component("pass-at-k", sections.PassAtKConfig, "whet_grpo.advantages:PassAtK", OF_GROUPS)
     yield Component("remax", sections.RemaxConfig, "whet_grpo.advantages:Remax", "whet_grpo.config:remax_facts")
     yield Component("gdpo", sections.GdpoConfig, "whet_grpo.advantages:Gdpo", OF_GROUPS)
     yield Component(
@@ -71,13 +72,13 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find numbers that do not go together."""
     if isinstance(config.algorithm.config, GrpoConfig):
         yield from policy_problems(config.algorithm.config, config)
-        yield from _of_advantages(config.algorithm.config)
+        yield from _of_advantages(config.algorithm.config, config)
     for path, loss in terms_of(getattr(config.algorithm.config, "loss", None), "algorithm.loss"):
         if isinstance(loss.config, GroupLossConfig):
             yield from _of_loss(path, loss.config, config)
 
 
-def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
+def _of_advantages(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
     found = grpo.advantages.config
     if isinstance(found, sections.ReinforcePlusPlusConfig) and not found.per_token:
         for name in (name for name, is_set in (("gamma", found.gamma < 1), ("kl_of", found.kl_of == "own")) if is_set):
@@ -86,6 +87,13 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
             )
     if isinstance(found, sections.ReinforcePlusPlusConfig) and found.baseline_of == "reward" and not found.baseline:
         yield Problem("algorithm.advantages.baseline_of", "has no effect without a baseline; set baseline: true")
+    if isinstance(found, sections.PassAtKConfig):
+        size = min((entry.group_size or grpo.group_size for entry in config.environments), default=grpo.group_size)
+        if found.baseline == "mean" and (found.k or size) >= size:
+            words = f"all {size} samples of a group, whose advantages are 0 with baseline: mean; set k below {size}"
+            yield Problem("algorithm.advantages.k", f"is {found.k or 'null'}: {words}")
+        elif (found.k or size) > size:
+            yield Problem("algorithm.advantages.k", f"is {found.k}, more than the {size} samples of a group")
     if isinstance(found, sections.GdpoConfig) and grpo.overlong.factor < 1:
         words = "would multiply the rewards, which `gdpo` has normalised one by one; use overlong.penalty"
         yield Problem("algorithm.overlong.factor", words)

@@ -102,6 +102,54 @@ def length_weighted(
     return np.asarray(advantages, np.float32)
 
 
+def pass_at_k(
+    rewards: NDArray[Any],
+    group: NDArray[Any],
+    k: int | None = None,
+    *,
+    baseline: Literal["leave-one-out", "mean"] = "leave-one-out",
+    scale: Literal["group", "none"] = "group",
+    epsilon: float = 1e-6,
+) -> NDArray[np.float32]:
+    """Return what a sample adds to the best reward of k samples. rewards, group [B] -> [B] float32, from float64.
+
+        leave-one-out   mean, over the subsets S of k samples with this sample, of (best of S - best of the others in S)
+        mean            mean of the best of S over these subsets - mean of the best of S over all subsets of k samples
+
+    The means are exact, for any rewards. `k` None, or more samples than a group has: all samples of the group.
+
+    With `leave-one-out` and all samples, only the best sample has an advantage, its reward minus the second best: Tang
+    et al. 2025 (arXiv:2503.19595), verl's `grpo_passk`. With fewer samples it is Walder & Karkhanis 2025
+    (arXiv:2505.15201). `mean` is Chen et al. 2025 (arXiv:2508.10751), who derive it for rewards of 0 and 1. With all
+    samples, its advantages are 0, because there is one subset.
+
+    `scale` `group` divides by a deviation plus `epsilon`. With `leave-one-out` it is that of the group's rewards, with
+    n - 1 (verl); with `mean` that of the best reward over all subsets (Chen et al., without an epsilon). If all rewards
+    of a group are equal, or the group has one sample, its advantages are exactly 0.
+    """
+    centred, owner, size = _centred(np.asarray(rewards, np.float64), group)
+    if not len(centred):
+        return np.zeros(0, np.float32)
+    advantages = np.zeros(len(centred))
+    for members in np.split(np.argsort(owner, kind="stable"), np.cumsum(size)[:-1]):
+        members, n = members[np.argsort(centred[members], kind="stable")], len(members)
+        chosen, values, below = min(k or n, n), centred[members], np.arange(n)
+        # Sums over the gaps between neighbours rather than over rewards: equal rewards have exactly equal advantages.
+        gaps, down = np.diff(values), below[:0:-1]
+        # [n], the probability that the k - 1 others of a subset are all among 0, 1, ..., n - 1 of the n - 1 others.
+        among = np.append(np.cumprod(np.maximum(down - chosen + 1, 0) / down)[::-1], 1.0)
+        if baseline == "leave-one-out":
+            found = np.append(0.0, np.cumsum(gaps * among[1:]))
+            deviation = values.std(ddof=1) if n > 1 else 0.0
+        else:
+            beyond = np.append(np.cumsum((gaps * among[:-1])[::-1])[::-1], 0.0)
+            found = beyond.mean() - beyond
+            best = among * chosen / n  # [n], the probability that the best of a subset is this sample
+            deviation = np.sqrt((best * (values - (best * values).sum()) ** 2).sum())
+        advantages[members] = _divide(found, np.full(n, deviation + epsilon)) if scale == "group" else found
+    return advantages.astype(np.float32)
+
+
 def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return rewards minus the mean of their group [B], the index of the group of each [B], and the group sizes [G].
 
