@@ -23,6 +23,7 @@ from whet_grpo.config import (
     OpoConfig,
     ReinforceConfig,
     PassAtKConfig,
+    ReinforceConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
@@ -30,6 +31,7 @@ from whet_grpo.config import (
 from whet_grpo.losses import ClippedPg, Reinforce
 from whet_ops.algorithms.config import CorrectionSection, KlLossSection, KlOldSection, OverlongSection
 from whet_ops.algorithms.minibatches import train_minibatches
+from whet_ops.algorithms.config import CorrectionSection, KlLossSection, OverlongSection
 from whet_ops.algorithms.policy_steps import correct_gap, penalise_overlong
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.3, 1.7, 0.2]
@@ -93,6 +95,26 @@ def test_group_mean_of_verl(groups: list[int], by_deviation: bool) -> None:
         expected.append((reward - mean) / (deviation + 1e-6 if by_deviation else 1.0))
     config = GroupMeanConfig(scale="group" if by_deviation else "none", epsilon=1e-6, singleton="reward")
     check(GroupMean(config)(batch(groups)), expected)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALONE])
+def test_gpg_of_verl(groups: list[int]) -> None:
+    """Its `alpha` counts rewards other than 0, and its loss is minus logprob times advantage."""
+    made = batch(groups)
+    alpha = 7 / np.count_nonzero(REWARDS)
+    mean = [own(REWARDS, groups, i).mean() * (len(own(REWARDS, groups, i)) > 1) for i in range(7)]
+    expected = alpha * (np.array(REWARDS) - mean)
+    found = GroupMean(GroupMeanConfig(scale="none", rescale="nonzero", singleton="reward"))(made)
+    check(found, expected)
+    logprobs = torch.log(torch.rand(made.tokens, generator=torch.Generator().manual_seed(0)))
+    mine, theirs = logprobs.clone().requires_grad_(), logprobs.double().requires_grad_()
+    torched = made.with_columns(advantages=found, sampler_logprobs=logprobs.numpy() - 0.1).map(torch.from_numpy)
+    loss = Reinforce(ReinforceConfig(max_weight=None))
+    value = loss({"logprobs": mine}, torched).terms["policy"] / loss.counts(torched)["policy"]
+    each = -theirs * torch.from_numpy(np.repeat(expected, np.array(SIZES) + 1))
+    wanted = each[torch.from_numpy(TRAINED)].mean()
+    check(value.detach(), wanted.detach())
+    check(torch.autograd.grad(value, mine)[0], torch.autograd.grad(wanted, theirs)[0])
 
 
 @pytest.mark.parametrize("by_deviation", [True, False])

@@ -29,6 +29,15 @@ def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
     assert advantages.tolist() == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
 
 
+@pytest.mark.parametrize(("rescale", "factor"), [("none", 1.0), ("unequal", 6 / 4), ("nonzero", 6 / 5)])
+def test_advantages_make_up_for_samples_without_a_gradient(rescale: Any, factor: float) -> None:
+    rewards, group = array(1, 0, 2, 2, 5, 3), np.array([0, 0, 1, 1, 2, 2])
+    found = group_mean(rewards, group, scale="none", rescale=rescale)
+    assert found == pytest.approx(np.array([0.5, -0.5, 0, 0, 1, -1]) * factor)
+    nothing = group_mean(np.zeros(2), np.zeros(2, np.int64), rescale=rescale)
+    assert nothing.tolist() == [0, 0]
+
+
 def test_the_batchs_deviation_is_that_of_all_rewards() -> None:
     rewards = array(1, 0, 5, 3)
     advantages = group_mean(rewards, np.array([0, 0, 1, 1]), scale="batch", epsilon=0.0)

@@ -51,6 +51,7 @@ class GroupMean:
             leave_one_out=config.leave_one_out,
             std_over=config.std_over,
             singleton=config.singleton,
+            rescale=config.rescale,
         )
         return np.asarray(advantages[members.owner])
 

@@ -23,6 +23,7 @@ def group_mean(
     leave_one_out: bool = False,
     std_over: Literal["group", "others"] = "group",
     singleton: Singleton = "zero",
+    rescale: Literal["none", "unequal", "nonzero"] = "none",
 ) -> NDArray[np.float32]:
     """Return rewards minus the mean of their group, scaled. rewards, group [B] -> [B] float32, computed in float64.
 
@@ -38,6 +39,10 @@ def group_mean(
     samples (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others`, the deviation of a group also
     leaves out the sample itself. If the rewards of the other samples are all equal, the sample is not divided. NeMo RL
     does the same, with epsilon 1e-6.
+
+    `rescale` multiplies the advantages by the number of samples over the number of some of them. `unequal`: samples of
+    groups of unequal rewards (GPG; Chu et al. 2025, arXiv:2504.02546). `nonzero`: samples of a reward other than 0, as
+    in verl's `gpg`.
 
     The defaults are those of TRL; verl has epsilon 1e-6. If all rewards of a group are equal, its advantages are
     exactly 0, so that no gradient is computed from rounding errors. The advantage of a group of one is also 0. If
@@ -62,6 +67,10 @@ def group_mean(
         by = {"none": 1.0, "group": 1.0 + epsilon}.get(scale, deviation + epsilon)
         single = (size == 1)[owner]
         advantages[single] = rewards[single] / by if by else 0.0
+    if rescale != "none":
+        teaching = (np.bincount(owner, advantages != 0) > 0)[owner]
+        counted = int(np.count_nonzero(rewards if rescale == "nonzero" else teaching))
+        advantages = advantages * (len(rewards) / max(counted, 1))
     return advantages.astype(np.float32)
 
 
