@@ -1,7 +1,7 @@
 import numpy as np
 
-from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig
-from whet_distill.losses import FullKl, TeacherPg, TopkKl
+from whet_distill.config import FullKlConfig, SampleKlConfig, TeacherPgConfig, TopkKlConfig
+from whet_distill.losses import FullKl, SampleKl, TeacherPg, TopkKl
 from whet_testing.contracts.algorithm import AlgorithmContract
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.loss import LossContract
@@ -41,6 +41,16 @@ class TestDistillLoopAgainstTheTrainer(AlgorithmContract):
 class TestDistillLoopByJensenShannon(AlgorithmContract):
     use = "distill"
     document = {"prompts_per_step": 4, "loss": {"use": "full-kl", "divergence": "jensen-shannon", "beta": 0.3}}
+
+
+class TestDistillLoopAtTheSampledToken(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "loss": "sample-kl", "minibatches": 2}
+
+
+class TestDistillDataLoopAtTheTokenOfTheData(AlgorithmContract):
+    use = "distill-data"
+    document = {"batch_size": 4, "loss": "sample-kl"}
 
 
 class TestDistillDataLoop(AlgorithmContract):
@@ -110,6 +120,20 @@ class TestFullKlByAConstant(LossContract):
 
     def make(self):
         return FullKl(FullKlConfig(aggregation="constant", max_length=9, count_empty=True, likelihood=0.1))
+
+
+class TestSampleKl(LossContract):
+    makers = {
+        "teacher_logprobs": lambda batch, rng: (batch["loss_mask"] * rng.normal(-2, 1, batch.tokens)).astype("f4")
+    }
+
+    def make(self):
+        return SampleKl(SampleKlConfig())
+
+
+class TestSampleKlBySequence(TestSampleKl):
+    def make(self):
+        return SampleKl(SampleKlConfig(estimator="abs", aggregation="sequence"))
 
 
 class TestTeacherPgBySequence(LossContract):

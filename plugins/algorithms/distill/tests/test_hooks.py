@@ -10,7 +10,7 @@ from whet_distill.config import DistillConfig, DistillDataConfig
 from whet_distill.hooks import whet_check_config, whet_losses
 
 
-@pytest.mark.parametrize("name", ["topk-kl", "full-kl", "teacher-pg"])
+@pytest.mark.parametrize("name", ["topk-kl", "full-kl", "sample-kl", "teacher-pg"])
 @pytest.mark.parametrize(
     ("options", "problems"),
     [

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from whet.component import Selection
-from whet_distill.config import DistillDataConfig, FullKlConfig, TeacherPgConfig
+from whet_distill.config import DistillDataConfig, FullKlConfig, SampleKlConfig, TeacherPgConfig
 from whet_distill.data import DistillData
 from whet_distill.hooks import whet_losses
-from whet_distill.losses import FullKl, TeacherPg
+from whet_distill.losses import FullKl, SampleKl, TeacherPg
 from whet_testing.batches import random_batch
 
 AVERAGES = {
@@ -69,6 +69,27 @@ def test_the_policy_gradient_is_averaged_as_configured(seed, aggregation):
     expected, weights = average(each, batch, aggregation)
     assert value == pytest.approx(expected, rel=1e-4, abs=1e-6)
     np.testing.assert_allclose(gradient, each * weights, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("aggregation", AVERAGES)
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
+def test_the_estimate_at_the_sampled_token_is_that_of_verl(estimator, spread, aggregation):
+    """Its `kl_penalty` in float64, then its `loss_max_clamp` of 10, beyond which there is no gradient."""
+    batch, draw = random_batch(0, columns=["sampler_logprobs"]), np.random.default_rng(1)
+    student, teacher = (-draw.exponential(spread, batch.tokens).astype(np.float32) for _ in range(2))
+    loss = SampleKl(SampleKlConfig(estimator=estimator, **AVERAGES[aggregation]))
+    value, gradient = found(loss, {"logprobs": student}, batch.with_columns(teacher_logprobs=teacher), "logprobs")
+    theirs = torch.from_numpy(student).double().requires_grad_()
+    d = theirs - torch.from_numpy(teacher).double()
+    bounded = (-d).clamp(-20, 20)
+    each = {"k2": d**2 / 2, "k3": (bounded.exp() - bounded - 1).clamp(-10, 10), "abs": d.abs()}[estimator].clamp(
+        -10, 10
+    )
+    slopes = torch.autograd.grad(each.sum(), theirs)[0].numpy()
+    expected, weights = average(each.detach().numpy(), batch, aggregation)
+    assert value == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    np.testing.assert_allclose(gradient, slopes * weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("aggregation", "weight"), [("token", 5), ("sequence", 2), ("constant", 14)])

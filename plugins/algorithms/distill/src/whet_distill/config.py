@@ -111,6 +111,22 @@ class FullKlConfig(DivergenceConfig):
 
 
 @frozen
+class SampleKlConfig(AverageConfig):
+    """A divergence of student and teacher, estimated at each token from the token alone.
+
+    It needs one logprob of the teacher for each token. See Numerics for the gradient of each estimator.
+    """
+
+    estimator: Literal["k2", "k3", "abs"] = "k3"
+    """The estimate, as verl's `loss_mode`. k1 is no choice: its gradient does not depend on the teacher, see
+    `teacher-pg`."""
+    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
+    """Bound of log student - log teacher, in nats, beyond which a token gets no gradient; 0: no bound."""
+    clamp: float = field(default=10.0, validator=between(0, FACTOR))
+    """Bound of the estimate, in nats, beyond which a token gets no gradient; 0: no bound."""
+
+
+@frozen
 class TeacherPgConfig(AverageConfig):
     """A policy gradient. The advantage of a token is the teacher's logprob minus the student's."""
 
@@ -192,6 +208,11 @@ def wants_entropy(config: TopkKlConfig) -> bool:
 def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
     return LossFacts(outputs_needed=config.needed | {"logprobs"})
+
+
+def sample_kl_facts(config: SampleKlConfig, model: ModelInfo) -> LossFacts:
+    """Return what planning needs to know of the loss."""
+    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"teacher_logprobs"}))
 
 
 def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> LossFacts:

@@ -1,4 +1,4 @@
-"""What whet-distill offers: the algorithms `distill` and `distill-data`, and three losses."""
+"""What whet-distill offers: the algorithms `distill` and `distill-data`, and their losses."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from whet_distill.config import (
     DistillDataConfig,
     DivergenceConfig,
     FullKlConfig,
+    SampleKlConfig,
     TeacherPgConfig,
     TopkKlConfig,
 )  # fmt: skip
@@ -33,9 +34,10 @@ def whet_algorithms() -> Iterable[Component]:
 
 @hookimpl
 def whet_losses() -> Iterable[Component]:
-    """Offer divergences over a few tokens and over all, and the teacher's opinion as advantages."""
+    """Offer divergences over a few tokens, over all, at the sampled one, and the teacher's opinion as advantages."""
     yield Component("topk-kl", TopkKlConfig, "whet_distill.losses:TopkKl", "whet_distill.config:topk_kl_facts")
     yield Component("full-kl", FullKlConfig, "whet_distill.losses:FullKl", "whet_distill.config:full_kl_facts")
+    yield Component("sample-kl", SampleKlConfig, "whet_distill.losses:SampleKl", "whet_distill.config:sample_kl_facts")
     yield Component(
         "teacher-pg", TeacherPgConfig, "whet_distill.losses:TeacherPg", "whet_distill.config:teacher_pg_facts"
     )
@@ -46,7 +48,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find environments that are given a teacher and are not there, and numbers that do not go together."""
     section = config.algorithm.config
     for path, loss in terms_of(getattr(section, "loss", None), "algorithm.loss"):
-        if isinstance(loss.config, (DivergenceConfig, TeacherPgConfig)):
+        if isinstance(loss.config, (DivergenceConfig, SampleKlConfig, TeacherPgConfig)):
             yield from average_problems(path, loss.config, config.rollout)
     if not isinstance(section, DistillConfig):
         return

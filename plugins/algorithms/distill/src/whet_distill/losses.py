@@ -9,11 +9,12 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
+from whet_distill.config import FullKlConfig, SampleKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
 from whet_ops import aggregation
 from whet_ops.algorithms.config import AverageConfig
 from whet_ops.diagnostics import logprob_gaps
 from whet_ops.distillation import topk_divergences, topk_jensen_shannon
+from whet_ops.kl import kl_estimate, log_ratio
 from whet_ops.losses import clipped_policy_gradient, finite
 from whet_ops.reductions import moved, of_tokens, segment_sum
 
@@ -118,6 +119,43 @@ class FullKl(Divergence):
         if self._mixed:
             return {"forward": outputs["kl_forward"], "reverse": outputs["kl_reverse"]}
         return {"jensen_shannon": outputs[self._output]}
+
+
+class SampleKl:
+    """An estimate of the divergence of student and teacher at each token, minimised as it is: see `whet_ops.kl`.
+
+        d = log p(token) - log q(token)         k2 = d**2 / 2         k3 = exp(-d) - 1 + d         abs = |d|
+
+    Its gradient is that of the estimate, and none goes through the choice of the tokens (Agarwal et al. 2024,
+    arXiv:2306.13649). Over what the student samples, the mean gradient of k2 is that of KL(student || teacher), and
+    that of k3 is that of KL(teacher || student) (Tang & Munos 2025, arXiv:2506.09477).
+    """
+
+    columns: tuple[str, ...] = ("teacher_logprobs",)
+    outputs: tuple[str, ...] = ("logprobs",)
+
+    def __init__(self, config: SampleKlConfig) -> None:
+        self.config = config
+        self.weights: Mapping[str, float] = {"kl": 1.0}
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count the trained tokens, or the sequences with any."""
+        return {"kl": aggregation.counted(batch, self.config)}
+
+    def live(self, batch: Batch) -> Any:
+        """Return which sequences have a trained token."""
+        return segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum over this micro-batch."""
+        mask, logprobs, config = batch["loss_mask"], outputs["logprobs"], self.config
+        ratios = log_ratio(logprobs, batch["teacher_logprobs"], config.clamp_log_ratio)
+        terms = {"kl": _total(kl_estimate(ratios, config.estimator, config.clamp), batch, config)}
+        metrics: dict[str, Metric] = {}
+        if "sampler_logprobs" in batch:  # only of the student's own tokens is the mean log-ratio a divergence
+            metrics = {"kl/reverse": mean(_sum(ratios.detach(), mask), mask.sum())}
+            metrics |= logprob_gaps(logprobs, logprobs.detach(), batch, mask)
+        return LossResult(terms, metrics)
 
 
 class TeacherPg:
