@@ -68,7 +68,7 @@ class TestGrpoWithMinibatches(TestGrpo):
 class TestGrpoWithEverything(TestGrpo):
     document = {
         "prompts_per_step": 4, "group_size": 4, "correction": CORRECTION, "clip_advantages": 1.0,
-        "clip_advantages_below": 0.5, **ALL_OF_THEM,
+        "clip_advantages_below": 0.5, "clip_reward": [-0.5, 0.5], **ALL_OF_THEM,
         "loss": {"use": "clipped-pg", "kl": {"weight": 0.1}},
     }  # fmt: skip
 

@@ -153,6 +153,8 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             {"advantages": {"use": "pass-at-k", "baseline": "mean"}},
             "algorithm.advantages.k", "is null: all 4 samples of a group, whose",
         ),
+        ({"advantages": "gdpo", "clip_reward": [-1, 1]}, "algorithm.clip_reward", "no effect on `gdpo`"),
+        ({"clip_reward": [1, 1]}, "algorithm.clip_reward", "is [1.0, 1.0], wanted the lower bound, then the upper"),
         ({"covariance": {"share": 0.1}}, "algorithm.covariance.share", "has no effect with method: none"),
         (
             {"covariance": {"method": "clip-cov", "weight": 2.0}},

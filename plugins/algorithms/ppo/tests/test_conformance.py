@@ -31,6 +31,7 @@ class TestPpoWithEverything(AlgorithmContract):
         "count_over": "batch",
         "gae": {"gamma": 0.9, "adaptive_alpha": 0.5, "truncated": "bootstrap"}, "kl_reward": {"weight": 0.1},
         "overlong": {"penalty": 1.0, "buffer": 2, "length": 8}, "correction": {"weights": "token"},
+        "clip_reward": [0, 0.5],
         "loss": {"use": "ppo-clip", "likelihood": {"weight": 0.1}, "entropy_weight": 0.01},
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ from whet_ops.algorithms.config import (
 from whet_ops.algorithms.policy_steps import (
     advantage_metrics,
     clip_advantages,
+    clip_rewards,
     correct_gap,
     keep_uncertain,
     mask_overlong,
@@ -118,6 +119,18 @@ def test_an_episodes_length_is_that_of_all_its_responses() -> None:
     version = np.array([-1, 0, -1, 0, 0, -1, 0, 0, 0])
     untrained = batch(version=version, loss_mask=(version >= 0) & (np.arange(9) < 6))  # a turn at another temperature
     assert penalise_overlong(untrained, section, max_tokens=6)[0]["reward"].tolist() == [1, 1.5, 1.5]
+
+
+def test_rewards_are_clipped_before_the_penalty_for_the_distance() -> None:
+    given = batch(greedy_reward=np.full(3, -7, np.float32), reference_logprobs=np.full(9, -2, np.float32))
+    found, metrics = clip_rewards(given.with_columns(**{"reward:correct": given["reward"]}), (-1.5, 2.5))
+    assert found["reward"].tolist() == [1, 2.5, 2.5]
+    assert found["greedy_reward"].tolist() == [-1.5] * 3
+    assert found["reward:correct"].tolist() == [1, 3, 3]
+    assert metrics["reward/clipped"].number() == pytest.approx(2 / 3)
+    # a nat for each trained token: 1, and 2 + 3 of the second episode
+    assert penalise_kl(found, KlRewardSection(weight=1.0))[0]["reward"].tolist() == [0, -2.5, -2.5]
+    assert clip_rewards(given, None) == (given, {})
 
 
 def test_a_cut_episode_loses_a_factor_of_its_reward_before_the_penalty_for_its_length() -> None:

@@ -13,6 +13,7 @@ from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import (
     advantage_metrics,
     clip_advantages,
+    clip_rewards,
     correct_gap,
     keep_uncertain,
     logged,
@@ -51,6 +52,7 @@ class Grpo:
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
             batch = logged(step, penalise_overlong(batch, config.overlong, longest))
+            batch = logged(step, clip_rewards(batch, config.clip_reward))
             batch = scored(batch, backend, old, reference)
             batch = logged(step, mask_overlong(batch, config.overlong))
             batch = logged(step, penalise_kl(batch, config.kl_reward, carried))

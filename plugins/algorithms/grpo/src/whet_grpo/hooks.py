@@ -97,6 +97,8 @@ def _of_advantages(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
     if isinstance(found, sections.GdpoConfig) and grpo.overlong.factor < 1:
         words = "would multiply the rewards, which `gdpo` has normalised one by one; use overlong.penalty"
         yield Problem("algorithm.overlong.factor", words)
+    if isinstance(found, sections.GdpoConfig) and grpo.clip_reward:
+        yield Problem("algorithm.clip_reward", "has no effect on `gdpo`, which reads the named rewards; remove it")
     if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.std_over == "others":
         yield Problem("algorithm.advantages.std_over", "has no effect with scale: none, which divides by nothing")
 

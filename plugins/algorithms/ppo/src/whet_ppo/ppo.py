@@ -18,6 +18,7 @@ from whet_chat.same_tokens import folders_of_roles
 from whet_ops.algorithms.config import choose_old_logprobs, reads_old_logprobs, wants_reference
 from whet_ops.algorithms.minibatches import train_minibatches
 from whet_ops.algorithms.policy_steps import (
+    clip_rewards,
     correct_gap,
     keep_uncertain,
     logged,
@@ -59,6 +60,7 @@ class Ppo:
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
             batch = logged(step, penalise_overlong(batch, config.overlong, run.max_tokens))
+            batch = logged(step, clip_rewards(batch, config.clip_reward))
             batch = scored(batch, backend, old, reference)
             batch = logged(step, mask_overlong(batch, config.overlong))
             batch = logged(step, place_rewards(batch, config.kl_reward, carried))

@@ -4,10 +4,10 @@ Needs no torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, le
+from attrs.validators import deep_iterable, ge, gt, le, optional
 
 from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
@@ -15,6 +15,14 @@ from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 
 OldLogprobs = Literal["current", "score", "sampler"]
+
+
+def _ordered(instance: object, attribute: object, value: tuple[float, float] | None) -> None:
+    if value is not None and not value[0] < value[1]:
+        raise ValueError(f"is {list(value)}, wanted the lower bound, then the upper one")
+
+
+_CLIP: Any = optional(deep_iterable(between(-FACTOR, FACTOR)))
 
 
 @frozen
@@ -323,6 +331,9 @@ class PolicyConfig(MinibatchConfig):
     """Filters that leave groups out. Another group replaces each, so a step always has `prompts_per_step` groups."""
     overlong: OverlongSection = Factory(OverlongSection)
     """The treatment of responses that are too long."""
+    clip_reward: tuple[float, float] | None = field(default=None, validator=[_ordered, _CLIP])
+    """Bounds of the reward of an episode, e.g. `[-10, 10]`, after the penalty of `overlong` and before that of
+    `kl_reward`; null: none. Metrics, named rewards and filters have the rewards without bounds."""
     kl_reward: KlRewardSection = Factory(KlRewardSection)
     """A penalty in the reward of each token for the distance to the reference policy. `loss.kl` is the penalty in the
     loss."""

@@ -2,6 +2,8 @@
 
     take -> penalise_overlong -> scores -> mask_overlong -> penalise_kl -> advantages -> treat_covariance
          -> correct_gap -> keep_uncertain -> train
+    take -> penalise_overlong -> clip_rewards -> scores -> penalise_kl -> mask_overlong -> advantages
+         -> treat_covariance -> correct_gap -> keep_uncertain -> train
 
 All stages run on the driver, on NumPy columns. A stage returns the batch unchanged if its config section is off. One
 exception: some corrections run within the training pass instead; see `place_correction`.
@@ -121,6 +123,19 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
         longest = section.length or max_tokens
         penalty = penalty + section.penalty * overlong_penalty(sizes, longest, section.buffer, section.bounded)
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
+
+
+def clip_rewards(batch: Batch, bounds: tuple[float, float] | None) -> tuple[Batch, Metrics]:
+    """Clip the reward of each sequence, and that of the greedy response of its group. Named rewards stay as they are.
+
+    TRL's `reward_clip_range` of RLOO and OpenRLHF's `reward.clip_range` are the same.
+    """
+    if bounds is None:
+        return batch, {}
+    rewards = {name: np.asarray(batch[name]) for name in ("reward", "greedy_reward") if name in batch}
+    clipped = {name: reward.clip(*bounds).astype(np.float32) for name, reward in rewards.items()}
+    changed = clipped["reward"] != rewards["reward"]
+    return batch.with_columns(**clipped), {"reward/clipped": mean(float(changed.mean()), 1)}
 
 
 def penalise_kl(
