@@ -13,7 +13,6 @@ from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
 from whet.plugins.registry import load_plugins
-from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, PassAtK, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     ClippedPgConfig,
@@ -21,7 +20,6 @@ from whet_grpo.config import (
     GroupMeanConfig,
     GrpoConfig,
     OpoConfig,
-    ReinforceConfig,
     PassAtKConfig,
     ReinforceConfig,
     ReinforcePlusPlusConfig,
@@ -31,7 +29,6 @@ from whet_grpo.config import (
 from whet_grpo.losses import ClippedPg, Reinforce
 from whet_ops.algorithms.config import CorrectionSection, KlLossSection, KlOldSection, OverlongSection
 from whet_ops.algorithms.minibatches import train_minibatches
-from whet_ops.algorithms.config import CorrectionSection, KlLossSection, OverlongSection
 from whet_ops.algorithms.policy_steps import correct_gap, penalise_overlong
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.3, 1.7, 0.2]

@@ -1,8 +1,6 @@
 """The stages between taking a batch of rollouts and training on it: small steps from batch to batch.
 
-    take -> penalise_overlong -> scores -> mask_overlong -> penalise_kl -> advantages -> treat_covariance
-         -> correct_gap -> keep_uncertain -> train
-    take -> penalise_overlong -> clip_rewards -> scores -> penalise_kl -> mask_overlong -> advantages
+    take -> penalise_overlong -> clip_rewards -> scores -> mask_overlong -> penalise_kl -> advantages
          -> treat_covariance -> correct_gap -> keep_uncertain -> train
 
 All stages run on the driver, on NumPy columns. A stage returns the batch unchanged if its config section is off. One
