@@ -173,6 +173,17 @@ def test_an_environment_compares_the_episodes_of_a_group() -> None:
     assert batch["reward"].tolist() == [0.5, 2.0, 2.5 + 2, 0 + 2, 2.5 + 4, 0 + 4]
 
 
+def test_a_weight_that_is_added_while_a_group_is_compared_holds_for_this_group() -> None:
+    def given(episodes: Sequence[Episode]) -> list[dict[str, float]]:
+        environment.reward_weights = {"rank": 0.0}
+        return [{"rank": 5.0}] * len(episodes)
+
+    environment = Ranked(given)
+    assert [one.reward for one in group_of(environment).episodes] == [
+        one.reward for one in group_of(Played(_game)).episodes
+    ]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -78,7 +78,6 @@ class Player(Sequences):
     async def _compared(
         self, assignment: Assignment, environment: GroupRewarding, episodes: list[Episode]
     ) -> list[Episode]:
-        weights = assignment.route.environment.reward_weights
         for failures in count(1):
             try:
                 async with self._time_limit():
@@ -89,6 +88,7 @@ class Player(Sequences):
                     wanted = f"wanted a mapping for each of {len(episodes)} episodes"
                     raise EpisodeError(f"group_rewards gave {found}, {wanted}")
                 further = [checked_rewards(one, assignment.route.name) for one in given]
+                weights = assignment.route.environment.reward_weights
                 return [with_rewards(episode, one, weights) for episode, one in zip(episodes, further, strict=True)]
             except (WorkerError, BrokenEnvironment):
                 raise
