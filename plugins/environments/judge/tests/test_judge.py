@@ -160,6 +160,46 @@ def test_own_rewards_without_a_weight_of_their_own_count_by_the_factor_too(givin
     assert total_reward(rewards, environment.reward_weights) == 3.0
 
 
+LATE = """
+from whet.data.records import Task
+
+
+class Build:
+    def __init__(self, config):
+        self.reward_weights = {}
+
+    def tasks(self, split):
+        return [Task("x", {})]
+
+    async def run(self, task, model):
+        reply = await model.reply("x")
+        if reply.text == "adds":
+            self.reward_weights = {"late": 2.0}
+        if reply.text == "records":
+            model.fork().reward("late", 5.0)
+        return {}
+
+    async def group_rewards(self, task, episodes):
+        return [{} if "late" in one.rewards else {"late": 5.0} for one in episodes]
+"""
+
+
+@pytest.mark.parametrize("where", ["adds", "records", "compares", "elsewhere"])
+@pytest.mark.parametrize("rank", [False, True])
+def test_the_weight_of_an_environment_holds_for_rewards_that_it_names_late(tmp_path, where, rank):
+    (tmp_path / "own.py").write_text(LATE)
+    own = Selection("environments", Component("own", Nothing, f"file:{tmp_path / 'own.py'}:Build"), Nothing())
+    environment = Judge(JudgeConfig(environment=own, environment_weight=0.0, rank=rank), {"judge": Heard()})
+    given = {"judge_value" if rank else "judge": 3.0}
+    if where in ("adds", "records"):
+        assert play(environment, where) == given
+    else:
+        further = {"late": 5.0} if where == "elsewhere" else {}
+        episodes = [Episode("judge", 0, 0, (), {**given, **further}, 0.0, 1)]
+        asyncio.run(environment.group_rewards(environment.tasks("train")[0], episodes))
+    assert environment.reward_weights["late"] == 0.0
+
+
 def test_an_own_reward_with_the_name_of_the_role_is_refused(giving):
     environment = Judge(JudgeConfig(environment=giving("judge")), {"judge": Heard()})
     with pytest.raises(EpisodeError, match="has a reward 'judge', too; give the role another name"):

@@ -497,14 +497,30 @@ def test_an_episode_without_a_reward_of_its_own_is_compared_with_the_others(tmp_
     assert reasons == (["too long"] if isinstance(error, Undecided) else [])
 
 
-def test_the_weight_of_an_environment_holds_for_rewards_that_it_does_not_declare() -> None:
-    environment = rewarded(environment={"use": "arithmetic"}, environment_weight=0.0, rewards=[{"use": "tag-format"}])
+@pytest.mark.parametrize("where", ["run", "recorded", "group", "elsewhere"])
+def test_the_weight_of_an_environment_holds_for_rewards_that_it_does_not_declare(where: str) -> None:
+    pytest.importorskip("whet_env_math", reason="whet-env-math is not installed")
+    rewards = [{"use": "group-length", "decides": "extra", "weight": 0}]
+    environment = rewarded(
+        environment={"use": "arithmetic"}, environment_weight=0.0, truncation_factor=0.5, rewards=rewards
+    )
 
     async def more(task: Task, model: Any) -> Any:
-        return {"extra": 5.0}
+        if where == "recorded":
+            model.fork("other").reward("extra", 5.0)
+        return {"extra": 5.0} if where == "run" else {}
 
-    environment._inner.run = more  # type: ignore[method-assign]
-    asyncio.run(environment.run(environment.tasks("train")[0], FakeModel("4")))
+    async def compared(task: Task, episodes: Sequence[Episode]) -> Any:
+        return [{"extra": 5.0} if where == "group" else {} for _ in episodes]
+
+    inner: Any = environment._inner
+    inner.run, inner.group_rewards = more, compared
+    task = environment.tasks("train")[0]
+    if where in ("run", "recorded"):
+        asyncio.run(environment.run(task, FakeModel("4")))
+        assert environment.reward_weights["extra"] == 0.0
+    own = {} if where == "group" else {"extra": 5.0}
+    assert totals(environment, task, [episode(task, "4", own, stop="length")]) == [0.0]
     assert environment.reward_weights["extra"] == 0.0
 
 

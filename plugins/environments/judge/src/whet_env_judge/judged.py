@@ -19,7 +19,7 @@ from whet.interfaces.undecided import note_undecided
 from whet_data.source import opened
 from whet_env_judge.config import JudgedConfig
 
-_EXTENSIONS = ("group_rewards", "difficulty", "adapted", "observe", "state", "load")
+_EXTENSIONS = ("difficulty", "adapted", "observe", "state", "load")
 """Optional methods of an environment that a judge passes on."""
 
 
@@ -31,9 +31,12 @@ class Judged:
     def __init__(self, config: JudgedConfig, roles: Mapping[str, Any], rewards: Collection[str]) -> None:
         self._environment = opened(config, roles)
         self._rewards, self._factor = frozenset(rewards), config.environment_weight
-        self._own: frozenset[str] = frozenset(self._environment.reward_weights)
+        self._own = set[str]()
+        """The rewards that the environment has given or recorded."""
         if states_answers(self._environment):
             self.final_answer = cast(Answering, self._environment).final_answer
+        if isinstance(self._environment, GroupRewarding):
+            self.group_rewards = self.compared_within
         for extension in _EXTENSIONS:
             if hasattr(self._environment, extension):
                 setattr(self, extension, getattr(self._environment, extension))
@@ -49,7 +52,7 @@ class Judged:
     def own_weights(self) -> dict[str, float]:
         """Return the weights of the environment's rewards times `environment_weight`."""
         weights = self._environment.reward_weights
-        return {name: self._factor * weights.get(name, 1.0) for name in sorted(self._own)}
+        return {name: self._factor * weights.get(name, 1.0) for name in sorted(self._own | weights.keys())}
 
     async def played(self, task: Task, recorder: "Recorder") -> Mapping[str, float]:
         """Play an episode, and return the environment's own rewards.
@@ -63,23 +66,29 @@ class Judged:
             own = dict.fromkeys(self._environment.reward_weights, 0.0)
         if clash := sorted(self._rewards & own.keys()):
             raise EpisodeError(f"the environment has a reward {clash[0]!r}, too; give the role another name")
-        self._own |= own.keys()
+        self._own |= own.keys() | recorder.names
         return own
 
     async def compared_within(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
         """Return the rewards by which the wrapped environment compares the episodes of a group, if there are any."""
         if not isinstance(self._environment, GroupRewarding):
             return [{} for _ in episodes]
-        return await self._environment.group_rewards(task, episodes)
+        for episode in episodes:  # of other processes, maybe
+            self._own |= episode.rewards.keys() - self._rewards
+        found = await self._environment.group_rewards(task, episodes)
+        self._own.update(*(one for one in found or () if isinstance(one, Mapping)))  # core refuses others
+        return found
 
 
 class Recorder:
     """A model that records its conversation."""
 
-    def __init__(self, model: Model, messages: Sequence[Message] = ()) -> None:
+    def __init__(self, model: Model, messages: Sequence[Message] = (), names: set[str] | None = None) -> None:
         self._model = model
         self.messages = list(messages)
         """The conversation so far. It ends with a response of the model."""
+        self.names = set[str]() if names is None else names
+        """The names of the rewards that all sequences have recorded."""
 
     @property
     def episode(self) -> EpisodeInfo:
@@ -94,17 +103,19 @@ class Recorder:
 
     def with_tools(self, tools: Tools) -> "Recorder":
         """Return a model for a sequence with tools. If nothing was said before, its conversation is the judged one."""
-        other = Recorder(self._model.with_tools(tools))
+        other = Recorder(self._model.with_tools(tools), (), self.names)
         other.messages = other.messages if self.messages else self.messages
         return other
 
     def fork(self, agent: str = "") -> "Recorder":
         """Return a model for another sequence, which is not judged."""
-        return Recorder(self._model.fork(agent) if agent else self._model.fork(), self.messages)
+        forked = self._model.fork(agent) if agent else self._model.fork()
+        return Recorder(forked, self.messages, self.names)
 
     def reward(self, name: str, value: float, **address: Any) -> None:
         """See `Model.reward`."""
         self._model.reward(name, value, **address)
+        self.names.add(name)
 
     def record(self, name: str, value: Any) -> None:
         """See `Model.record`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from whet.data.messages import Conversation, conversation
+from whet.data.messages import Conversation, Tools, conversation
 from whet.data.records import Episode, Task
 from whet.errors import ContextFull, EpisodeError, Undecided, WhetError, in_words
 from whet.interfaces.environment import Answering, GroupRewarding, Model, states_answers
@@ -37,7 +37,7 @@ class Rewarded:
     def __init__(self, config: RewardedConfig, roles: Mapping[str, Any] | None = None) -> None:
         self._config, self._inner = config, opened(config, roles or {})
         self._own = set[str]()
-        """The rewards that the environment has given."""
+        """The rewards that the environment has given or recorded."""
         self._rewards = {section.label: built(section) for section in config.rewards}
         self._weights = {section.label: section.weight for section in config.rewards}
         if states_answers(self._inner):
@@ -61,7 +61,7 @@ class Rewarded:
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
         """Play an episode. Returns the environment's own rewards, 0 each if it is undecided or has no room left."""
         try:
-            own = await self._inner.run(task, model)
+            own = await self._inner.run(task, cast(Model, _Learning(model, self._own)))
         except (Undecided, ContextFull) as error:
             note_undecided(error)
             own = dict.fromkeys(self._inner.reward_weights, 0.0)
@@ -70,9 +70,12 @@ class Rewarded:
 
     async def group_rewards(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
         """Return the further rewards of each episode of a group."""
+        for episode in episodes:  # of other processes, maybe
+            self._own |= episode.rewards.keys()
         found: list[dict[str, float]] = [{} for _ in episodes]
         if isinstance(self._inner, GroupRewarding):
             found = [dict(own) for own in await self._inner.group_rewards(task, episodes)]
+            self._own.update(*found)
         for name, reward in self._rewards.items():
             finished = [self._finished(task, e, own) for e, own in zip(episodes, found, strict=True)]
             with _named(name):
@@ -107,6 +110,29 @@ class Rewarded:
         text = next((message.text for message in reversed(messages) if message.role == "assistant"), "")
         rewards = {**episode.rewards, **further}
         return Finished(text, task.data, messages, response_length(episode), _cut(episode), rewards)
+
+
+class _Learning:
+    """A model that learns the names of the rewards that the environment records."""
+
+    def __init__(self, model: Model, names: set[str]) -> None:
+        self._model, self._names = model, names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def reward(self, name: str, value: float, **address: Any) -> None:
+        """See `Model.reward`."""
+        self._model.reward(name, value, **address)
+        self._names.add(name)
+
+    def with_tools(self, tools: Tools) -> "_Learning":
+        """See `Model.with_tools`."""
+        return _Learning(self._model.with_tools(tools), self._names)
+
+    def fork(self, agent: str = "") -> "_Learning":
+        """See `Model.fork`."""
+        return _Learning(self._model.fork(agent), self._names)
 
 
 def _cut(episode: Episode) -> bool:
