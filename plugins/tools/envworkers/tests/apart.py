@@ -15,11 +15,12 @@ from whet.component import Component, EnvironmentFacts
 from whet.data.messages import Message
 from whet.data.records import Task
 from whet.errors import DataError, InfrastructureError, Undecided
+from whet.interfaces.clock import stopped_clock
 from whet.interfaces.undecided import note
 
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged", "cancels", "impatient", "threaded", "late",
+    "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
 )  # fmt: skip
 
 
@@ -138,6 +139,18 @@ class Apart:
         with suppress(TimeoutError):
             await asyncio.wait_for(model.reply("slowly"), 0.05)
         await model.reply("now")
+
+    async def _beside(self, task, model):
+        asking = asyncio.create_task(model.reply("slowly"))
+        await asyncio.sleep(0.2)
+        model.reward("early", 1.0)
+        other = model.fork("other")
+        await other.reply("now")
+        await asking
+
+    async def _waits(self, task, model):
+        with stopped_clock():
+            await model.reply("meanwhile")
 
     async def _threaded(self, task, model):
         reply = await asyncio.to_thread(asyncio.run, model.reply("from a thread"))

@@ -16,6 +16,7 @@ from whet.config.structure import structure
 from whet.data.messages import Message
 from whet.data.records import Reply, Sampling
 from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, PluginError, Undecided
+from whet.interfaces.clock import RUNNING, Clock
 from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
@@ -76,10 +77,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 160
+    assert len(remote.tasks("train")) == 180
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[160]
+        remote.tasks("train")[180]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -180,23 +181,75 @@ def test_episodes_are_spread_over_the_processes(remote):
 
 
 class Slow(FakeGenerator):
+    """A request that says `slowly` waits for one that says `now`."""
+
+    def __init__(self):
+        super().__init__(lambda prompt, rng: "ok")
+        self._now = asyncio.Event()
+
     async def generate(self, request):
-        await asyncio.sleep(1.0 * (b"slowly" in bytes(request.tokens.astype(np.uint8))))
+        text = bytes(request.tokens.astype(np.uint8))
+        if b"slowly" in text:
+            await asyncio.wait_for(self._now.wait(), 30)
+        if b"now" in text:
+            self._now.set()
         return await super().generate(request)
+
+
+def recorded(remote, kind, apart):
+    """Return the episode that a run records, played in a process or by the driver."""
+    component = REGISTRY.find("environments", "apart").component
+    environment = remote if apart else resolve(component.target)(component.config())
+    task = task_of(environment, kind)
+    assignment = Assignment(Route("it", environment, "train"), task, 0, 0)
+    return task, asyncio.run(make_player(Slow(), sampling=Sampling(max_tokens=16)).episode(assignment, 0))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["driver", "worker"])
 def test_a_reply_that_the_environment_gives_up_leaves_nothing(remote, apart):
-    component = REGISTRY.find("environments", "apart").component
-    environment = remote if apart else resolve(component.target)(component.config())
-    task = task_of(environment, "impatient")
-    assignment = Assignment(Route("it", environment, "train"), task, 0, 0)
-    player = make_player(Slow(lambda prompt, rng: "ok"), sampling=Sampling(max_tokens=16))
-    episode = asyncio.run(player.episode(assignment, 0))
+    task, episode = recorded(remote, "impatient", apart)
     assert [text for _, text in episode.messages] == [task.prompt[0].text, "ok", "now", "ok"]
     (one,) = episode.trajectories
     assert one.loss_mask.sum() == 2 * len("ok.")
     assert episode.turns == 2
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["driver", "worker"])
+def test_what_an_episode_does_while_a_reply_is_under_way_happens_at_once(remote, apart):
+    _, episode = recorded(remote, "beside", apart)
+    first, other = episode.trajectories
+    (early,) = first.spans
+    assert (early.name, early.begin) == ("early", first.turns[0][0])
+    assert (other.agent, len(first.turns), len(other.turns)) == ("other", 2, 1)
+    assert b"slowly" not in bytes(other.tokens.astype(np.uint8))
+
+
+def test_a_clock_that_the_environment_stops_is_that_of_the_driver(remote):
+    class Told(Clock):
+        def __init__(self):
+            super().__init__(asyncio.timeout(None), 0.0)
+            self.told = []
+
+        def stop(self):
+            self.told.append("stop")
+
+        def go(self):
+            self.told.append("go")
+
+    def answer(messages):
+        if messages[-1].text == "meanwhile":
+            clock.told.append("reply")
+        return "x"
+
+    async def play():
+        nonlocal clock
+        clock = Told()
+        RUNNING.set(clock)
+        await remote.run(task_of(remote, "waits"), FakeModel(answer))
+
+    clock = None
+    asyncio.run(play())
+    assert clock.told == ["stop", "reply", "go"]
 
 
 def test_a_reward_after_the_end_of_an_episode_is_an_error():

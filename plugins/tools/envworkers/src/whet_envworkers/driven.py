@@ -2,23 +2,29 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from whet.errors import ContextFull, EpisodeError
+from whet.interfaces.clock import RUNNING
 from whet.interfaces.environment import Address, Model
 from whet_envworkers.messages import Message, failure
 
 
 class Driven:
-    """What an episode in a process asks of the driver: its sequences, endpoints and roles."""
+    """What an episode in a process asks of the driver: its sequences, endpoints, roles and clock."""
 
-    def __init__(self, model: Model | None, roles: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Model | None, roles: Mapping[str, Any], answer: Callable[[int, Mapping[str, Any]], None]
+    ) -> None:
+        """`answer` sends the process the answer to a message, and does not wait."""
         self._sequences = {} if model is None else {0: model}
-        self._roles = roles
+        self._roles, self._answer, self._clock = roles, answer, RUNNING.get()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the error that ends the episode, once there is one."""
         self._open: dict[str, _Endpoint] = {}
-        self._asked: dict[asyncio.Task[Any], int] = {}
+        self._asked: dict[asyncio.Task[None], int] = {}
         self._replied = set[int]()
         self._keys = itertools.count(1)
 
@@ -29,7 +35,8 @@ class Driven:
         tasks = [*self._asked, *(endpoint.task for endpoint in self._open.values())]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self.failed.cancel()
+        await asyncio.gather(*tasks, self.failed, return_exceptions=True)
 
     async def take(self, message: Message) -> None:
         """Carry a message out, or begin to."""
@@ -44,13 +51,20 @@ class Driven:
                 self._of(message).reward(message["name"], message["value"], of=message["address"], tokens=tokens)
             case "record":
                 self._of(message).record(message["name"], message["value"])
+            case "stop" if self._clock is not None:
+                self._clock.stop()
+            case "go" if self._clock is not None:
+                self._clock.go()
+            case "stop" | "go":
+                pass
             case "forget":
                 await self._forget(message)
             case "shut" if "id" not in message:
                 await self._open.pop(message["key"]).shut()
             case _:
-                task = asyncio.ensure_future(self._answer(message))
+                task = asyncio.ensure_future(self._answered(message))
                 self._asked[task] = message["id"]
+                task.add_done_callback(self._settle)
 
     def check(self) -> None:
         """Raise the error with which the model failed at an endpoint, which is the cause of what its agent met."""
@@ -58,28 +72,26 @@ class Driven:
             if endpoint.task.done() and not endpoint.task.cancelled() and (error := endpoint.task.exception()):
                 raise error
 
-    async def answers(self) -> list[tuple[int, Any]]:
-        """Return the answers that are there, at least one if any is wanted. Raises what ends the episode."""
-        if not self._asked:
-            return []
-        done, _ = await asyncio.wait(self._asked, return_when=asyncio.FIRST_COMPLETED)
-        return [(self._asked.pop(task), task.result()) for task in done]
+    def _settle(self, task: "asyncio.Task[None]") -> None:
+        self._asked.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
+            self.failed.set_exception(error)
 
     async def _forget(self, message: Message) -> None:
         """Take a reply back that the environment does not wait for any more, or that it has not got."""
         for task in [task for task, number in self._asked.items() if number == message["reply"]]:
-            del self._asked[task]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if message["reply"] in self._replied:
             model: Any = self._of(message)
             model.forget()
 
-    async def _answer(self, message: Message) -> Mapping[str, Any]:
+    async def _answered(self, message: Message) -> None:
         try:
-            return {"value": await self._value(message)}
+            answer = {"value": await self._value(message)}
         except ContextFull as error:  # an environment may go on without a response
-            return {"failed": failure(error)}
+            answer = {"failed": failure(error)}
+        self._answer(message["id"], answer)
 
     async def _value(self, message: Message) -> Any:
         match message["do"]:

@@ -1,13 +1,17 @@
 """What driver and worker say to each other about an episode, and errors that keep their meaning across processes.
 
     driver                                  worker
-    begin(number, task, ...)            ->  the environment runs until it needs the driver
+    begin(number, task, ...)            ->  the environment runs; each message is sent when it is made
     [{do: reply, id: 1, ...}]           <-
-    advance(number, [(1, answer)])      ->  it goes on
-    [{do: reward, ...}, {do: end}]      <-
+    [{do: fork, ...}, {do: reward, ...}]    <-  also while a reply is under way
+    answer(number, 1, {value: ...})     ->  the environment has its reply
+    [{do: stop}], [{do: go}]            <-  the clock of the deadline stands still meanwhile
+    [{do: reward, ...}, {do: end, ...}]     <-
 
-A message with an `id` wants an answer: `{"value": ...}`, or an error from `failure`. A call therefore takes as long as
-the environment's own code, and not as long as the model.
+`begin` is a stream, so the driver takes messages in the order in which the environment makes them, and as soon as it
+would take them from an environment of its own. A message with an `id` wants an answer: `{"value": ...}`, or an error
+from `failure`. An empty list is a sign of life: the deadline of a stream is that of one item, and a clock that is
+stopped in the driver may hold an episode up for longer.
 """
 
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from whet.data import messages as spoken
 from whet.data.messages import Conversation
 from whet.data.records import Reply, recordable, stops
 from whet.errors import DataError, EpisodeError
-from whet.interfaces.clock import on_loop
+from whet.interfaces.clock import RUNNING, Clock, on_loop
 from whet.interfaces.environment import Address, EpisodeInfo
 from whet_envworkers.messages import Message, raised
 
@@ -36,11 +36,14 @@ class Playing:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the episode whose roles answer in this context."""
-        token = _CURRENT.set(self)
+        """Make this the episode whose roles answer in this context, and whose clock `stopped_clock` stops."""
+        clock = RemoteClock(self)
+        token, former = _CURRENT.set(self), RUNNING.set(clock)
         try:
             yield
         finally:
+            clock.over = True
+            RUNNING.reset(former)
             _CURRENT.reset(token)
 
     def tell(self, do: str, **values: Any) -> None:
@@ -50,7 +53,7 @@ class Playing:
             log.warning(words)
             raise EpisodeError(words)
         self.messages.append({"do": do, **values})
-        self.changed.set()
+        self._loop.call_soon_threadsafe(self.changed.set)
 
     async def ask(self, do: str, **values: Any) -> Any:
         """Send a message and return its answer."""
@@ -83,6 +86,23 @@ class Playing:
         """Return the messages that were not sent yet."""
         messages, self.messages = self.messages, []
         return messages
+
+
+class RemoteClock(Clock):
+    """The clock of an episode's deadline. The driver has the clock itself."""
+
+    def __init__(self, playing: Playing) -> None:
+        super().__init__(asyncio.timeout(None), 0.0)
+        self._playing = playing
+
+    def stop(self) -> None:
+        """See `Clock.stop`."""
+        self._playing.tell("stop")
+
+    def go(self) -> None:
+        """See `Clock.go`. Does nothing after the episode's end, as its clock is gone."""
+        if self.here:
+            self._playing.tell("go")
 
 
 class RemoteModel:

@@ -1,6 +1,6 @@
 """An environment whose episodes are played in worker processes, as the driver of a run sees it.
 
-    rollouts ── run(task, model) ──> RemoteEnvironment ── begin, advance ──> EnvironmentWorker ── run ──> environment
+    rollouts ── run(task, model) ──> RemoteEnvironment ── begin, answer ──> EnvironmentWorker ── run ──> environment
     RecordedModel <── reply, reward, fork ─┘     <── what it asks of the model ──┘
 
 The model, its recorder and the roles stay with the driver. What can go wrong in a process, and what follows:
@@ -19,11 +19,11 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -156,23 +156,51 @@ class RemoteEnvironment:
         """Play what `method` begins in the process that plays the fewest, and return what it ends with."""
         rank, number = min(range(self._size), key=self._load.__getitem__), next(self._numbers)
         self._load[rank] += 1
-        driven = Driven(model, self._roles)
         over = False
         try:
-            async with driven:
-                messages = await self._call(rank, method, number, *args)
-                while True:
-                    for message in messages:
-                        if message["do"] == "end":
-                            over = True
-                            driven.check()
-                            return self._ended(message)
-                        await driven.take(message)
-                    messages = await self._call(rank, "advance", number, await driven.answers())
+            async with Driven(model, self._roles, partial(self._answer, rank, number)) as driven:
+                listening = asyncio.ensure_future(self._listen(driven, rank, method, number, *args))
+                try:
+                    either: list[asyncio.Future[Any]] = [driven.failed, listening]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if driven.failed.done():
+                        driven.failed.result()
+                    end = listening.result()
+                    over = True
+                    driven.check()
+                    return self._ended(end)
+                finally:
+                    listening.cancel()
+                    await asyncio.gather(listening, return_exceptions=True)
         finally:
             self._load[rank] -= 1
             if not over:
                 self._abandon(rank, number)
+
+    async def _listen(self, driven: Driven, rank: int, method: str, number: int, *args: Any) -> Message:
+        """Carry out what an episode in a process asks for, and return the message that it has ended.
+
+        Raises `InfrastructureError` if its process is lost, once it is replaced.
+        """
+        starts, alive_seconds = self._starts[rank], self._deadlines.episode / 4
+        stream = self._workers.stream(rank, method, number, alive_seconds, *args, phase="episode")
+        try:
+            async with aclosing(cast(AsyncGenerator[list[Message], None], stream)) as heard:
+                async for messages in heard:
+                    for message in messages:
+                        if message["do"] == "end":
+                            return message
+                        await driven.take(message)
+        except WorkerError as error:
+            if isinstance(error, WorkerLost):
+                await asyncio.to_thread(self._replace, rank, starts, error)
+            raise self._infrastructure(error) from error
+        raise InfrastructureError(f"environment {self._name!r}: its process does not play the episode any more")
+
+    def _answer(self, rank: int, number: int, asked: int, answer: Mapping[str, Any]) -> None:
+        """Send an answer to an episode. If its process is lost, `_listen` meets the loss."""
+        limit = self._deadlines.episode
+        self._workers.start_each([rank], "answer", number, asked, answer, phase="episode", timeout_seconds=limit)
 
     def _ended(self, message: Message) -> Any:
         for reason in message["notes"]:
@@ -184,21 +212,13 @@ class RemoteEnvironment:
 
     def _abandon(self, rank: int, number: int) -> None:
         """End an episode in its process without waiting for it."""
-
-        async def cancel() -> None:
-            with suppress(InfrastructureError):
-                await self._call(rank, "cancel", number, seconds=CANCEL_SECONDS)
-
         with suppress(RuntimeError):  # the event loop ends
-            task = asyncio.get_running_loop().create_task(cancel())
+            task = asyncio.get_running_loop().create_task(self._cancel(rank, number))
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
 
-    async def _call(self, rank: int, method: str, *args: Any, seconds: float | None = None) -> Any:
-        """Call a method of one process and return its result.
-
-        Raises `InfrastructureError` if its process is lost, once it is replaced.
-        """
+    async def _cancel(self, rank: int, number: int) -> None:
+        """Cancel an episode in its process. A process that does not obey in time is replaced."""
         loop, starts = asyncio.get_running_loop(), self._starts[rank]
         done = loop.create_future()
 
@@ -210,16 +230,17 @@ class RemoteEnvironment:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle)
 
-        limit = self._deadlines.episode if seconds is None else seconds
         try:
-            pending = self._workers.start_each([rank], method, *args, phase="episode", timeout_seconds=limit)
+            pending = self._workers.start_each(
+                [rank], "cancel", number, phase="episode", timeout_seconds=CANCEL_SECONDS
+            )
             if pending.when(rank, heard):
                 await done
-            return pending.result(rank)
+            pending.result(rank)
+        except WorkerLost as error:
+            await asyncio.to_thread(self._replace, rank, starts, error)
         except WorkerError as error:
-            if isinstance(error, WorkerLost):
-                await asyncio.to_thread(self._replace, rank, starts, error)
-            raise self._infrastructure(error) from error
+            logger.debug(f"environment {self._name!r}: {error}")
 
     def _ask(self, method: str, *args: Any, seconds: float) -> Any:
         """Call a sync method of the first process and return its result. If its process is lost, call another one."""

@@ -6,8 +6,8 @@ each process; more processes play more.
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from whet.component import Spec
@@ -30,9 +30,6 @@ from whet.interfaces.workers import WorkerRank
 from whet.rollout.fail_fast import ungrouped
 from whet_envworkers.messages import Message, failure
 from whet_envworkers.model import Playing, RemoteModel, RemoteRole
-
-_LINGER_SECONDS = 0.05
-"""How long a call waits for the messages of an episode that has asked for something else already."""
 
 
 class EnvironmentWorker:
@@ -71,18 +68,27 @@ class EnvironmentWorker:
         """Return the final answer of an episode."""
         return _told(lambda: stated_answer(self._environment, tuple(messages)))
 
-    async def begin(self, number: int, task: Task, info: Mapping[str, Any]) -> list[Message]:
-        """Begin an episode, and return its first messages."""
+    async def begin(
+        self, number: int, alive_seconds: float, task: Task, info: Mapping[str, Any]
+    ) -> AsyncIterator[list[Message]]:
+        """Play an episode, and yield its messages as they are made.
+
+        Yield an empty list where there are none for `alive_seconds`.
+        """
         playing = Playing()
         model = RemoteModel(playing, EpisodeInfo(**info))
 
         async def run() -> Any:
             return checked_rewards(await self._environment.run(task, model), self._name)
 
-        return await self._begun(number, playing, run)
+        async with aclosing(self._messages(number, playing, run, alive_seconds)) as found:
+            async for messages in found:
+                yield messages
 
-    async def begin_group(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[Message]:
-        """Begin to compare the episodes of a group, and return the first messages."""
+    async def begin_group(
+        self, number: int, alive_seconds: float, task: Task, episodes: Sequence[Episode]
+    ) -> AsyncIterator[list[Message]]:
+        """Compare the episodes of a group, and yield the messages as `begin` does."""
 
         async def run() -> Any:
             given = await self._environment.group_rewards(task, tuple(episodes))
@@ -90,21 +96,14 @@ class EnvironmentWorker:
                 raise EpisodeError(f"group_rewards gave {given!r:.60}, wanted a sequence")
             return [checked_rewards(one, self._name) for one in given]
 
-        return await self._begun(number, Playing(), run)
+        async with aclosing(self._messages(number, Playing(), run, alive_seconds)) as found:
+            async for messages in found:
+                yield messages
 
-    async def advance(self, number: int, answers: Iterable[tuple[int, Any]]) -> list[Message]:
-        """Pass answers to an episode, and return its messages up to the next that wants an answer, or the end."""
-        playing, task = self._playing[number]
-        for asked, answer in answers:
-            playing.answer(asked, answer)
-        if answers and playing.waiting:  # another sequence of the episode still waits for its answer
-            playing.changed.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(playing.changed.wait(), _LINGER_SECONDS)
-        while not (playing.messages or playing.waiting or task.done()):
-            playing.changed.clear()
-            await playing.changed.wait()
-        return self._taken(number, playing)
+    async def answer(self, number: int, asked: int, answer: Mapping[str, Any]) -> None:
+        """Pass an answer to an episode, unless it has ended."""
+        if number in self._playing:
+            self._playing[number][0].answer(asked, answer)
 
     async def cancel(self, number: int) -> None:
         """End an episode whose result is not needed any more."""
@@ -121,7 +120,11 @@ class EnvironmentWorker:
     def _weights(self) -> dict[str, float]:
         return {str.__str__(name): float(weight) for name, weight in self._environment.reward_weights.items()}
 
-    async def _begun(self, number: int, playing: Playing, run: Callable[[], Awaitable[Any]]) -> list[Message]:
+    async def _messages(
+        self, number: int, playing: Playing, run: Callable[[], Awaitable[Any]], alive_seconds: float
+    ) -> AsyncGenerator[list[Message], None]:
+        """Play an episode in a task of its own, and yield its messages up to its end. Closing this cancels the task."""
+
         async def play() -> None:
             with noted() as notes, playing.current():
                 try:
@@ -137,23 +140,24 @@ class EnvironmentWorker:
 
         task = asyncio.get_running_loop().create_task(play())
         self._playing[number] = playing, task
-
         task.add_done_callback(lambda _: playing.changed.set())
         try:
-            while not (playing.messages or task.done()):
+            while playing.messages or not task.done():
                 playing.changed.clear()
-                await playing.changed.wait()
-            return self._taken(number, playing)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+                if not (playing.messages or await _set_within(playing.changed, alive_seconds)):
+                    yield []
+                if playing.messages:
+                    yield playing.taken()
+        finally:
+            if not task.cancel():
+                self._playing.pop(number, None)
 
-    def _taken(self, number: int, playing: Playing) -> list[Message]:
-        """Return the messages that were not sent yet. An episode whose end is among them is forgotten."""
-        messages = playing.taken()
-        if any(message["do"] == "end" for message in messages):
-            self._playing.pop(number, None)
-        return messages
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, and return whether it was set in time."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
 
 
 def _kept(environment: Any) -> str:
