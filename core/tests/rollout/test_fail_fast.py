@@ -8,6 +8,7 @@ import pytest
 
 from whet.config.sections import RolloutSection
 from whet.data.records import Sampling, Task
+from whet.errors import EpisodeError
 from whet.evaluation.evaluate import evaluate
 from whet.interfaces.environment import SingleTurn
 from whet.rollout.fail_fast import FIRST_GROUPS, BrokenEnvironment
@@ -99,14 +100,22 @@ def test_what_fails_for_some_tasks_is_dropped_and_counted(every: int) -> None:
     assert metrics["groups/dropped"] > 0
 
 
-def test_errors_from_several_places_are_failures_of_single_episodes() -> None:
-    def first_letter(text: str, data: Mapping[str, Any]) -> float:
-        if data["i"] % 2:
-            raise KeyError("odd")
-        raise LookupError("even")
+def several(text: str, data: Mapping[str, Any]) -> float:
+    if data["i"] % 2:
+        raise KeyError("odd")
+    raise LookupError("even")
 
+
+def told(text: str, data: Mapping[str, Any]) -> float:
+    error = EpisodeError("as a process told it")
+    vars(error)["origin"] = f"KeyError at game.py:{data['i'] % 2}"
+    raise error
+
+
+@pytest.mark.parametrize("reward", [several, told])
+def test_errors_from_several_places_are_failures_of_single_episodes(reward: Reward) -> None:
     with pytest.raises(Exception, match="16 groups in a row failed"):
-        take(first_letter, FIRST_GROUPS)
+        take(reward, FIRST_GROUPS)
 
 
 def test_infrastructure_has_its_own_budget() -> None:

@@ -60,7 +60,7 @@ class FailFast:
         self._groups: set[int] = set()
         self._begun = self._failed = 0
         self._kind = ""
-        """Exception type and place of the errors so far."""
+        """Exception type and place of the errors so far. An error of another process has them as `origin`."""
         self._passed = self._broken = False
         self._settled = asyncio.Event()
         """Set while no first attempt is running that could still decide."""
@@ -96,7 +96,7 @@ class FailFast:
         return len(self._groups) == FIRST_GROUPS
 
     def _count(self, error: BaseException) -> None:
-        kind = f"{type(error).__qualname__} at {place_of(error)}"
+        kind = getattr(error, "origin", f"{type(error).__qualname__} at {place_of(error)}")
         self._kind = self._kind or kind
         self._passed = self._passed or kind != self._kind or is_infrastructure(error)
         self._failed += 1

@@ -157,6 +157,7 @@ def test_an_error_of_an_environment_keeps_its_meaning_and_its_place(remote, kind
     with pytest.raises(error, match=words) as raised:
         played(remote, kind)
     assert type(raised.value) is error
+    assert re.match(r"\w+ at .*apart.py:\d+, in _", raised.value.origin)
     assert played(remote, "plain")[1]["right"] == 1.0
 
 

@@ -17,7 +17,7 @@ stopped in the driver may hold an episode up for longer.
 from collections.abc import Mapping
 from typing import Any
 
-from whet.errors import ContextFull, DataError, EpisodeError, InfrastructureError, Undecided, in_words
+from whet.errors import ContextFull, DataError, EpisodeError, InfrastructureError, Undecided, in_words, place_of
 from whet.rollout.fail_fast import is_infrastructure
 
 Message = dict[str, Any]
@@ -34,20 +34,20 @@ def failure(error: BaseException) -> Message:
         else "index" if isinstance(error, IndexError)
         else "episode"
     )  # fmt: skip
-    return {"kind": kind, "text": in_words(error), "again": bool(getattr(error, "again", True))}
+    again, origin = bool(getattr(error, "again", True)), f"{type(error).__qualname__} at {place_of(error)}"
+    return {"kind": kind, "text": in_words(error), "again": again, "origin": origin}
 
 
-def raised(told: Mapping[str, Any], where: str = "") -> Exception:
-    """Return the error that `failure` told. `where` begins its message, except where the kind says enough."""
+def raised(told: Mapping[str, Any]) -> Exception:
+    """Return the error that `failure` told."""
     kind, text = told["kind"], told["text"]
     if kind == "context":
         full = ContextFull(told["length"], 0)
         full.args = (text,)
         return full
-    if kind == "index":
-        return IndexError(text)
-    kinds = {"undecided": Undecided, "infrastructure": InfrastructureError, "data": DataError}
-    error = kinds.get(kind, EpisodeError)(f"{where}{text}")
+    kinds = {"undecided": Undecided, "infrastructure": InfrastructureError, "data": DataError, "index": IndexError}
+    error = kinds.get(kind, EpisodeError)(text)
+    vars(error)["origin"] = told["origin"]  # its traceback is lost; see `whet.rollout.fail_fast`
     if isinstance(error, InfrastructureError):
         error.again = told["again"]
     return error
