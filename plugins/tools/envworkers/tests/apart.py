@@ -19,8 +19,8 @@ from whet.interfaces.clock import stopped_clock
 from whet.interfaces.undecided import note
 
 KINDS = (
-    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "eats", "exits", "group", "agent",
-    "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
+    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "blocks", "eats", "exits", "group",
+    "agent", "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
 )  # fmt: skip
 
 
@@ -29,7 +29,8 @@ class ApartConfig:
     """Ten tasks for each kind of behaviour."""
 
     folder: str = ""
-    """Where a task of the kinds `dies` and `hangs` leaves a file, so that it behaves the second time. Empty: always."""
+    """Where a task of the kinds `dies`, `hangs` and `blocks` leaves a file. The first two behave the second time.
+    Empty: never."""
     kinds: list[str] = field(factory=lambda: list(KINDS))
     """The kinds of tasks."""
 
@@ -95,6 +96,11 @@ class Apart:
         hangs = self._first(task)
         while hangs:
             time.sleep(1)
+
+    async def _blocks(self, task, model):
+        self._first(task)
+        while not (Path(self._config.folder) / "go").exists():
+            time.sleep(0.05)
 
     async def _eats(self, task, model):
         bytearray(8 << 30)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from whet.interfaces.clock import RUNNING, Clock
 from whet.interfaces.environment import Environment, stated_answer
 from whet.interfaces.undecided import noted
 from whet.plugins.registry import load_plugins
+from whet.rollout.gate import Gate
 from whet.rollout.recorded import Assignment
 from whet.rollout.rewards import total_reward
 from whet.rollout.routing import Route
@@ -77,10 +79,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 180
+    assert len(remote.tasks("train")) == 190
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[180]
+        remote.tasks("train")[190]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -290,11 +292,13 @@ def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing
 
     async def hang():
         process = (await environment.run(task_of(environment, "plain"), FakeModel("x")))["process"]
-        hanging = asyncio.create_task(environment.run(task_of(environment, "hangs"), FakeModel(backwards)))
-        while not (tmp_path / "hangs-0").exists():  # from here on its process obeys nothing
-            await asyncio.sleep(0.05)
-        hanging.cancel()
-        await asyncio.gather(hanging, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with Gate().time_limit(60) as limit:
+                hanging = asyncio.create_task(environment.run(task_of(environment, "hangs"), FakeModel(backwards)))
+                while not (tmp_path / "hangs-0").exists():  # from here on its process obeys nothing
+                    await asyncio.sleep(0.05)
+                limit.reschedule(asyncio.get_running_loop().time())
+                await hanging
         while not environment.replaced:
             await asyncio.sleep(0.05)
         return process, await environment.run(task_of(environment, "hangs"), FakeModel(backwards))
@@ -303,6 +307,35 @@ def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing
         process, rewards = asyncio.run(hang())
         assert rewards["right"] == 1.0
         assert rewards["process"] != process
+    finally:
+        environment.close()
+
+
+def test_an_episode_that_is_given_up_costs_no_healthy_one_of_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("whet_envworkers.remote.CANCEL_SECONDS", 0.1)
+    environment = made(folder=str(tmp_path))
+
+    class Silent(FakeModel):
+        async def reply(self, *messages, **settings):
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def give_up():
+        asked.clear()
+        waiting = asyncio.create_task(environment.run(task_of(environment, "plain"), Silent("x")))
+        await asked.wait()
+        healthy = asyncio.create_task(environment.run(task_of(environment, "blocks"), FakeModel(backwards)))
+        while not (tmp_path / "blocks-0").exists():  # from here on its process obeys nothing
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([healthy], timeout=1.0)
+        (tmp_path / "go").touch()
+        return await healthy
+
+    asked = asyncio.Event()
+    try:
+        assert asyncio.run(give_up())["right"] == 1.0
+        assert environment.replaced == 0
     finally:
         environment.close()
 

@@ -10,6 +10,8 @@ The model, its recorder and the roles stay with the driver. What can go wrong in
                                                  played again and counted (`rollout.infrastructure_retries`)
     an episode misses `cluster.deadlines.episode`    it is cancelled; where its process does not obey within
                                                  `CANCEL_SECONDS`, because its code hangs, the process is replaced too
+    another episode of its group fails           it is cancelled; its process may first finish what other episodes
+                                                 compute, within `cluster.deadlines.episode`
 """
 
 import asyncio
@@ -33,6 +35,7 @@ from whet.config.sections import WorkerSection
 from whet.data.messages import Conversation
 from whet.data.records import Episode, Task
 from whet.errors import ConfigError, InfrastructureError, WorkerError, WorkerLost
+from whet.interfaces.clock import RUNNING
 from whet.interfaces.environment import Model
 from whet.interfaces.undecided import note
 from whet.runtime.interpreters import find
@@ -49,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 WORKER = "whet_envworkers.worker:EnvironmentWorker"
 CANCEL_SECONDS = 10.0
-"""Time in which a process must end an episode that is cancelled."""
+"""Time in which a process must end an episode that has missed its deadline."""
 ANSWER_SECONDS = 30.0
 """Time in which a process must state the final answer of an episode."""
 KEPT_TASKS = 4096
@@ -211,14 +214,20 @@ class RemoteEnvironment:
         return message["rewards"]
 
     def _abandon(self, rank: int, number: int) -> None:
-        """End an episode in its process without waiting for it."""
+        """End an episode in its process without waiting for it.
+
+        Before the episode's own deadline, its process may be busy with another episode, which is none of its fault.
+        """
+        clock = RUNNING.get()
+        late = clock is not None and clock.overdue > 0
+        seconds = CANCEL_SECONDS if late else self._deadlines.episode
         with suppress(RuntimeError):  # the event loop ends
-            task = asyncio.get_running_loop().create_task(self._cancel(rank, number))
+            task = asyncio.get_running_loop().create_task(self._cancel(rank, number, seconds))
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
 
-    async def _cancel(self, rank: int, number: int) -> None:
-        """Cancel an episode in its process. A process that does not obey in time is replaced."""
+    async def _cancel(self, rank: int, number: int, seconds: float) -> None:
+        """Cancel an episode in its process. A process that does not obey within `seconds` is replaced."""
         loop, starts = asyncio.get_running_loop(), self._starts[rank]
         done = loop.create_future()
 
@@ -231,9 +240,7 @@ class RemoteEnvironment:
                 loop.call_soon_threadsafe(settle)
 
         try:
-            pending = self._workers.start_each(
-                [rank], "cancel", number, phase="episode", timeout_seconds=CANCEL_SECONDS
-            )
+            pending = self._workers.start_each([rank], "cancel", number, phase="episode", timeout_seconds=seconds)
             if pending.when(rank, heard):
                 await done
             pending.result(rank)
