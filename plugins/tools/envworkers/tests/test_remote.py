@@ -352,6 +352,17 @@ def test_closing_ends_the_processes(no_orphans):
     environment.close()
 
 
+def test_an_environment_is_asked_for_the_tasks_of_a_split_once(tmp_path):
+    tasks = "asked = []\n    def tasks(self, split): return [self.asked.append(split), 'task'][1:]"
+    lines = f"reward_weights = {{}}\n    {tasks}"
+    (tmp_path / "own.py").write_text(f"class Own:\n    def __init__(self, config): pass\n    {lines}\n")
+    worker = EnvironmentWorker(None, Spec(f"file:{tmp_path / 'own.py'}:Own"), "it", [], 0)
+    for split in ("train", "test"):
+        assert worker.count(split) == {"value": 1}
+        assert worker.task(split, 0) == worker.task(split, 0) == {"value": "task"}
+    assert worker._environment.asked == ["train", "test"]
+
+
 def test_a_curriculum_in_processes_is_refused():
     section = structure({"use": "arithmetic", "worker": {}, "easiest_terms": 2}, EnvironmentSection, REGISTRY)
     with pytest.raises(ConfigError, match=r"it has a curriculum \(`difficulty`, .*\), which processes would"):

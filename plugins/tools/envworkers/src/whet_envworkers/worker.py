@@ -43,6 +43,7 @@ class EnvironmentWorker:
         self._name = name
         asked = [{role: RemoteRole(role) for role in roles}] if roles else []
         self._environment: Any = build(spec, *asked)
+        self._tasks: dict[str, Sequence[Task]] = {}
         self._playing: dict[int, tuple[Playing, asyncio.Task[None]]] = {}
 
     def about(self) -> dict[str, Any]:
@@ -58,11 +59,11 @@ class EnvironmentWorker:
 
     def count(self, split: str) -> dict[str, Any]:
         """Return the number of tasks of a split."""
-        return _told(lambda: len(self._environment.tasks(split)))
+        return _told(lambda: len(self._of(split)))
 
     def task(self, split: str, index: int) -> dict[str, Any]:
         """Return a task of a split."""
-        return _told(lambda: self._environment.tasks(split)[index])
+        return _told(lambda: self._of(split)[index])
 
     def final_answer(self, messages: Conversation) -> dict[str, Any]:
         """Return the final answer of an episode."""
@@ -116,6 +117,12 @@ class EnvironmentWorker:
     def close(self) -> None:
         """Close the environment."""
         self._environment.close()
+
+    def _of(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split, which an environment may make or load whenever it is asked."""
+        if split not in self._tasks:
+            self._tasks[split] = self._environment.tasks(split)
+        return self._tasks[split]
 
     def _weights(self) -> dict[str, float]:
         return {str.__str__(name): float(weight) for name, weight in self._environment.reward_weights.items()}
