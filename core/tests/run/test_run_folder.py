@@ -142,6 +142,25 @@ def test_whole_files_are_replaced_whole(tmp_path):
     assert run.read_json("nothing.json") is None
 
 
+def test_all_that_was_written_since_the_last_sync_is_durable_after_one_with_its_folders(tmp_path, monkeypatch):
+    def recorded(descriptor):
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+
+    run, synced = RunFolder(tmp_path), set()
+    names = ["metrics.jsonl", "journal.jsonl", "rollouts/step-000001.jsonl", "evaluations/tasks/step-000001-e.jsonl"]
+    for name in names:
+        run.append(name, [{"step": 1}])
+    run.write_json("evaluations/step-000001.json", {})
+    monkeypatch.setattr(os, "fsync", recorded)
+    run.sync()
+    folders = {".", "rollouts", "evaluations", "evaluations/tasks"}
+    assert synced == {*names, "evaluations/step-000001.json", *folders}
+    synced.clear()
+    run.append("endpoint.jsonl", [{"status": 200}])
+    run.sync()
+    assert synced == {"endpoint.jsonl", "."}
+
+
 def test_the_journal_has_an_event_a_line(tmp_path):
     run = RunFolder(tmp_path)
     run.journal("opened", after_step=0)

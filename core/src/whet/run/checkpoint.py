@@ -6,7 +6,6 @@ renamed. After a kill at any moment there is either a whole checkpoint of the st
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from attrs import frozen
 from whet.config.messages import choice_words
 from whet.data.files import disk_errors, remove_folder
 from whet.errors import CheckpointError, WhetError, in_words
-from whet.run.run_folder import RunFolder
+from whet.run.run_folder import RunFolder, fsync
 
 if TYPE_CHECKING:
     from whet.config.sections import KeepBestSection
@@ -70,11 +69,11 @@ def begin(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
             (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
             folders = [p for p in partial.rglob("*") if p.is_dir()]
             for path in [*files, partial / MANIFEST, *folders, partial]:
-                _fsync(path)
+                fsync(path)
             run.check_held()
             remove_folder(final)
             partial.rename(final)
-            _fsync(run.checkpoints)
+            fsync(run.checkpoints)
         return final
 
     with removed(run, partial):
@@ -227,11 +226,3 @@ def _checksum(file: Path) -> int:
         while block := stream.read(1 << 22):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

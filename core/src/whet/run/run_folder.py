@@ -49,7 +49,7 @@ class RunFolder:
         """For files that need not outlast the run."""
         self.listener: Callable[[Event], None] = lambda event: None
         """Called with each event of the run, by the thread on which it happens."""
-        self._private, self._made = private_records, time.time()
+        self._private, self._made, self._unsynced = private_records, time.time(), set[Path]()
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Event] | None = None
@@ -95,10 +95,8 @@ class RunFolder:
         target = self.path / name
         with self._to_write(target):
             partial = target.with_name(target.name + ".partial")
-            with partial.open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
+            partial.write_text(text, encoding="utf-8")
+            fsync(partial)
             partial.replace(target)
 
     def check_held(self) -> None:
@@ -137,6 +135,7 @@ class RunFolder:
                 for part in target.parent.relative_to(folder).parts:
                     (folder := folder / part).mkdir(exist_ok=True)
                 yield
+                self._unsynced.add(target)
             except FileNotFoundError:  # the run's folder may have been moved since the check
                 self.check_held()
                 raise
@@ -194,11 +193,11 @@ class RunFolder:
 
     def sync(self) -> None:
         """Make the rows that are written durable, as is needed before a checkpoint that builds on them."""
-        for name in (*STEPS, "journal.jsonl"):
-            file = self.path / name
-            if file.exists():
-                with disk_errors(file), file.open("rb") as stream:
-                    os.fsync(stream.fileno())
+        written = [self._unsynced.pop() for _ in range(len(self._unsynced))]
+        for path in {path for file in written for path in (file, *file.parents) if path.is_relative_to(self.path)}:
+            if path.exists():
+                with disk_errors(path):
+                    fsync(path)
 
     def began(self) -> datetime:
         """Return when the first run attempt began, or when this object was made. Chat templates show this date."""
@@ -244,6 +243,15 @@ class RunFolder:
 def _is_kept(row: Mapping[str, Any], step: float) -> bool:
     number = row.get("step", 0)
     return step == math.inf or (isinstance(number, int) and number <= step)
+
+
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
