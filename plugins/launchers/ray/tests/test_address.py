@@ -41,6 +41,9 @@ def test_the_variable_counts_where_the_config_leaves_it_open(address: str, varia
         ("ray://h:10001", "", "is 'ray://h:10001', which is for Ray's client, and the driver must run"),
         ("", "ray://h:10001", "is '', and RAY_ADDRESS is 'ray://h:10001', which is for Ray's client"),
         ("auto", "http://h:8265", "is 'auto', and RAY_ADDRESS is 'http://h:8265', which is the address of Ray's job "),
+        ("head:²", "", "is 'head:²', wanted `host:port` of the cluster's head"),
+        ("head:0", "", "is 'head:0', wanted `host:port` of the cluster's head"),
+        ("head:65536", "", "is 'head:65536', wanted `host:port` of the cluster's head"),
         ("head", "", "is 'head', wanted `host:port` of the cluster's head, `auto` or `local`"),
     ],
 )

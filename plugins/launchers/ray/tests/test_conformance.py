@@ -36,12 +36,13 @@ def test_it_knows_which_cluster_a_run_joins(monkeypatch: pytest.MonkeyPatch) -> 
     assert address(ClusterSection("local")) == ""
 
 
-def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> None:
+@pytest.mark.parametrize("head_address", ["127.0.0.1:1", "a..b:6379"])
+def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers(head_address: str) -> None:
     (version,) = launching("ray").examine(ClusterSection("ray", "local"))
     assert version.status == "ok"
-    head, _ = launching("ray").examine(ClusterSection("ray", "127.0.0.1:1"))
+    head, _ = launching("ray").examine(ClusterSection("ray", head_address))
     assert head.status == "fail"
-    assert "nobody answers at 127.0.0.1:1" in head.found
+    assert f"nobody answers at {head_address}" in head.found
     assert "correct cluster.address" in head.change
 
 

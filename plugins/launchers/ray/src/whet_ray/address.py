@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.config.sections import ClusterSection
 
 VARIABLE: Final = "RAY_ADDRESS"
+_LAST_PORT: Final = 65535
 _SUBMIT: Final = "`ray job submit --address http://HEAD:8265 -- whet run ...`"
 
 
@@ -77,6 +78,7 @@ def _fault(address: str) -> str:
     if "://" in address:
         return f"which is the address of Ray's job server: {_SUBMIT}, or give `host:port` of the cluster's head"
     host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
+    number = int(port[:9]) if port.isascii() and port.isdigit() else 0
+    if host and 0 < number <= _LAST_PORT and "/" not in host:
         return ""
     return "wanted `host:port` of the cluster's head, `auto` or `local`"

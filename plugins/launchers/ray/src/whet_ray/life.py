@@ -143,7 +143,10 @@ def own_mark() -> str:
 def connect(address: str) -> None:
     """Connect to `host:port` and close the connection. Raises `OSError` where nothing listens there."""
     host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except UnicodeError as error:  # e.g. two points in a row
+        raise OSError(f"{host!r:.80} is no name of a machine") from error
 
 
 def _answer(question: Callable[[], Answer], answer: "Future[Answer]") -> None:
