@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from whet.component import (
     AdapterInfo,
+    AdvantagesFacts,
     AlgorithmFacts,
     BackendFacts,
     Component,
@@ -537,15 +538,18 @@ def test_splits_that_the_facts_do_not_name_are_refused():
     assert [problem.partition(":")[0] for problem in found("test")] == ["environments.0.split", f"{paths[2]}.split"]
 
 
-def test_samples_of_an_environment_that_cannot_differ_are_refused():
+@pytest.mark.parametrize(
+    ("by", "kind"), [("algorithm.filters.0", FilterFacts), ("algorithm.advantages", AdvantagesFacts)]
+)
+def test_samples_of_an_environment_that_cannot_differ_are_refused(by, kind):
     entry = EnvironmentSection(
         component=chosen("environments", "sums"), sampling=SamplingSection(temperature=0.0), group_size=1
     )
     config = make_config(environments=[entry], evaluation=EvaluationSection([attrs.evolve(entry, group_size=2)]))
-    found = problems(config, {**FACTS, "algorithm.filters.0": FilterFacts(least_group_size=2)})
+    found = problems(config, {**FACTS, by: kind(least_group_size=2)})
     assert found == [
         "environments.0.sampling.temperature: is 0, so all samples would be equal; wanted more than 0",
-        "environments.0.group_size: is 1, and a filter compares at least 2",
+        f"environments.0.group_size: is 1, and {by} compares at least 2",
         "evaluation.environments.0.group_size: is of training; state `samples`",
     ]
 

@@ -111,7 +111,7 @@ def _inputs(
 def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) -> Iterator[Problem]:
     """Find environments of one name, splits that an environment's facts do not name, and samples that do not differ."""
     names, facts = [entry.name or entry.component.name for entry in entries], roles.of(EnvironmentFacts)
-    least = max((found.least_group_size for found in roles.of(FilterFacts).values()), default=1)
+    least, by = max(((found.least_group_size, path) for path, found in roles.of(FilterFacts).items()), default=(1, ""))
     for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
         if name in names[:i]:
             yield Problem(f"{where}.{i}.name", f"there are two environments named {name!r}; give one another name")
@@ -128,7 +128,7 @@ def _entries(where: str, entries: Sequence[EnvironmentSection], roles: Roles) ->
             if getattr(entry, key) != default:
                 yield Problem(f"{where}.{i}.{key}", words)
         if where == "environments" and 0 < entry.group_size < least:
-            yield Problem(f"{where}.{i}.group_size", f"is {entry.group_size}, and a filter compares at least {least}")
+            yield Problem(f"{where}.{i}.group_size", f"is {entry.group_size}, and {by} compares at least {least}")
 
 
 def _epochs(
