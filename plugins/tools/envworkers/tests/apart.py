@@ -19,8 +19,8 @@ from whet.interfaces.clock import stopped_clock
 from whet.interfaces.undecided import note
 
 KINDS = (
-    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "blocks", "eats", "exits", "group",
-    "agent", "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
+    "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "blocks", "tidies", "eats", "exits",
+    "group", "agent", "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
 )  # fmt: skip
 
 
@@ -29,8 +29,8 @@ class ApartConfig:
     """Ten tasks for each kind of behaviour."""
 
     folder: str = ""
-    """Where a task of the kinds `dies`, `hangs` and `blocks` leaves a file. The first two behave the second time.
-    Empty: never."""
+    """Where a task of the kinds `dies`, `hangs`, `blocks` and `tidies` leaves a file. The first two behave the
+    second time. Empty: never."""
     kinds: list[str] = field(factory=lambda: list(KINDS))
     """The kinds of tasks."""
 
@@ -101,6 +101,13 @@ class Apart:
         self._first(task)
         while not (Path(self._config.folder) / "go").exists():
             time.sleep(0.05)
+
+    async def _tidies(self, task, model):
+        try:
+            await model.reply("for ever")
+        finally:
+            await asyncio.sleep(0.2)
+            self._first(task)
 
     async def _eats(self, task, model):
         bytearray(8 << 30)

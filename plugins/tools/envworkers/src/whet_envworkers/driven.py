@@ -33,6 +33,7 @@ class Driven:
 
     async def __aexit__(self, *error: Any) -> None:
         tasks = [*self._asked, *(endpoint.task for endpoint in self._open.values())]
+        self._asked.clear()
         for task in tasks:
             task.cancel()
         self.failed.cancel()
@@ -73,13 +74,14 @@ class Driven:
                 raise error
 
     def _settle(self, task: "asyncio.Task[None]") -> None:
-        self._asked.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if self._asked.pop(task, None) is not None and error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
     async def _forget(self, message: Message) -> None:
         """Take a reply back that the environment does not wait for any more, or that it has not got."""
         for task in [task for task, number in self._asked.items() if number == message["reply"]]:
+            del self._asked[task]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if message["reply"] in self._replied:

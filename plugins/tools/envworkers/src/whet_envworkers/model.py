@@ -29,6 +29,8 @@ class Playing:
         self.changed = asyncio.Event()
         self.over = False
         """Whether the episode has ended: what comes later would be lost."""
+        self.given_up = False
+        """Whether the episode was cancelled, as the driver does not need it."""
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self.sequences = itertools.count(1)

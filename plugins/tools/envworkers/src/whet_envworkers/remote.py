@@ -203,7 +203,10 @@ class RemoteEnvironment:
     def _answer(self, rank: int, number: int, asked: int, answer: Mapping[str, Any]) -> None:
         """Send an answer to an episode. If its process is lost, `_listen` meets the loss."""
         limit = self._deadlines.episode
-        self._workers.start_each([rank], "answer", number, asked, answer, phase="episode", timeout_seconds=limit)
+        try:
+            self._workers.start_each([rank], "answer", number, asked, answer, phase="episode", timeout_seconds=limit)
+        except WorkerError as error:  # the workers are closed
+            raise self._infrastructure(error) from error
 
     def _ended(self, message: Message) -> Any:
         for reason in message["notes"]:

@@ -110,7 +110,7 @@ class EnvironmentWorker:
         """End an episode whose result is not needed any more."""
         playing = self._playing.get(number)
         if playing is not None:
-            playing[1].cancel()
+            _give_up(*playing)
             await asyncio.gather(playing[1], return_exceptions=True)
             self._playing.pop(number, None)
 
@@ -156,8 +156,16 @@ class EnvironmentWorker:
                 if playing.messages:
                     yield playing.taken()
         finally:
-            if not task.cancel():
+            _give_up(playing, task)
+            if task.done():
                 self._playing.pop(number, None)
+
+
+def _give_up(playing: Playing, task: "asyncio.Task[None]") -> None:
+    """Cancel an episode, unless it was: a second time would interrupt what it does at its end."""
+    if not playing.given_up:
+        playing.given_up = True
+        task.cancel()
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
