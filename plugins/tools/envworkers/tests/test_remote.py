@@ -174,6 +174,17 @@ def test_a_full_context_reaches_the_environment_and_comes_back(remote):
         played(remote, "forks", FakeModel(backwards, room=0))
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ConnectionError("away")])
+def test_a_reply_that_fails_in_the_driver_ends_the_episode(remote, error):
+    class Failing(FakeModel):
+        async def reply(self, messages, **settings):
+            raise error
+
+    with pytest.raises(type(error)):
+        played(remote, "plain", Failing("x"))
+    assert played(remote, "plain")[1]["right"] == 1.0
+
+
 def test_episodes_are_spread_over_the_processes(remote):
     async def together():
         task = task_of(remote, "plain")
