@@ -17,6 +17,7 @@ from whet_megatron.cuts import Place
 from whet_megatron.release import write_release
 from whet_megatron.rules import DENSE, Rule
 from whet_megatron.stored import stored_weights
+from whet_training.whole import whole
 
 ARCH = Architecture(
     layers=2, hidden=12, heads=4, kv_heads=2, head_dim=5, mlp=8, vocabulary=21, tied=False, epsilon=1e-6, rope_theta=1e4
@@ -107,6 +108,11 @@ def test_stored_weights_that_show_another_config_are_refused(build, folders, tmp
     with pytest.raises(WhetError, match=f"hold {name}, and config.json"):
         write_release(str(folder), str(tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_checkpoint_is_written_by_one_process(folders, tmp_path):
+    with whole(tmp_path / "out"), pytest.raises(WhetError, match="out is being written by another process"):
+        write_release(str(folders("llama")), str(tmp_path / "out"))
 
 
 def test_a_whole_file_is_read_before_an_index_and_a_tensor_that_a_file_lacks_is_named(tmp_path):

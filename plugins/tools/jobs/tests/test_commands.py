@@ -6,10 +6,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import whet_jobs.jobs
 from whet.cli.app import group
+from whet.errors import WhetError
 from whet_jobs.evaluate import evaluate
 from whet_jobs.export import export
-from whet_jobs.jobs import used
+from whet_training.whole import whole
 
 
 @pytest.mark.parametrize(("name", "command"), [("eval", evaluate), ("export", export)])
@@ -62,8 +64,30 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_evaluation(tmp_pa
     assert f"cannot write {tmp_path / 'file' / 'out'}: Not a directory" in done.stderr
 
 
-def test_what_a_killed_export_left_is_no_reason_to_refuse_its_folder(tmp_path: Path) -> None:
-    (tmp_path / ".partial").mkdir()
-    assert used(tmp_path) == ""
-    (tmp_path / "model.safetensors").touch()
-    assert used(tmp_path) == f"{tmp_path} is no empty folder: it holds model.safetensors"
+def test_a_second_evaluation_is_refused_the_folder_of_the_first_before_anything_else(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with whole(out):
+        done = CliRunner().invoke(group, ["eval", str(tmp_path / "none.yaml"), "--out", str(out)])
+    assert done.exit_code == 1
+    assert f"{out} is being written by another process" in done.stderr
+
+
+def test_an_evaluation_that_cannot_be_written_is_shown_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        """A result for which there is no room."""
+
+        def __str__(self) -> str:
+            return "the table"
+
+        def write(self, out: Path) -> None:
+            (out / "sums.jsonl").touch()
+            raise WhetError("the disk is full")
+
+    monkeypatch.setattr(whet_jobs.jobs, "evaluate", lambda *args, **named: Full())
+    done = CliRunner().invoke(group, ["eval", "it.yaml", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "the disk is full" in done.stderr
+    assert done.stdout == "the table\n"
+    assert not list(tmp_path.iterdir())

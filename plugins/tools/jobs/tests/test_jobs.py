@@ -12,7 +12,7 @@ from whet.errors import CheckpointError, WhetError
 from whet.plan.prepare import prepare
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
-from whet_jobs.jobs import _alone, _best, _load, _whole, exported
+from whet_jobs.jobs import _alone, _best, _load, exported
 
 
 def write(run, step, state, backend):
@@ -137,22 +137,6 @@ def test_a_checkpoint_of_an_earlier_version_or_of_other_ranks_is_exported(tmp_pa
     run.write_json("identity.json", {**now, "rollout": {**rollout, "max_staleness": 1}})
     with pytest.raises(CheckpointError, match=r"rollout\.max_staleness: the run has nothing, the config gives 1"):
         exported(run, None, evolve(config, rollout=RolloutSection(max_staleness=1)))
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_what_fails_to_be_exported_leaves_nothing(tmp_path, there):
-    out = tmp_path / "out"
-    if there:
-        out.mkdir()
-    with pytest.raises(WhetError), _whole(out) as partial:
-        (partial / "half").write_text("of it")
-        raise WhetError("the disk is full")
-    assert out.exists() == there
-    assert not there or not list(out.iterdir())
-    with _whole(out) as partial:
-        (partial / "all").write_text("of it")
-    assert [file.name for file in out.iterdir()] == ["all"]
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_best_checkpoint_is_chosen_by_the_metric_of_the_config(tmp_path):

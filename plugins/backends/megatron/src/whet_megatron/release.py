@@ -11,7 +11,6 @@ Transformer Engine's layers have. The vocabulary has no padding: Megatron pads i
 
 import json
 import math
-import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ from whet_megatron.cuts import Place
 from whet_megatron.foreign import TRACKER
 from whet_megatron.rules import Rule
 from whet_megatron.stored import StoredWeights, read_folder, stored_weights
+from whet_training.whole import refuse_used, whole
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
           "common_backend_version": 1}  # fmt: skip
@@ -68,19 +68,16 @@ class Piece:
 def write_release(model: str, out: str) -> None:
     """Write the weights of a model folder to the folder `out`, in their dtype. One parameter is in memory at a time.
 
-    Raises `CheckpointError` if `out` is there already, and `WhetError` if weights lack or Megatron cannot compute the
-    model. Then there is no `out`.
+    Raises `WhetError` if `out` is no new or empty folder, or if weights lack or Megatron cannot compute the model.
+    After an error there is no `out`.
     """
-    place, partial = Path(out), Path(out).with_name(f"{Path(out).name}.partial")
-    if place.exists():
-        raise CheckpointError(f"{out} is there already; choose another folder for the checkpoint")
+    refuse_used(Path(out))
     info = read_folder(model)
     arch = architecture.read(info)
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        with disk_errors(partial), stored_weights(info.path) as weights:
+        with whole(Path(out)) as partial, disk_errors(partial), stored_weights(info.path) as weights:
             folder = partial / "release"
-            folder.mkdir(parents=True)
+            folder.mkdir()
             pieces = list(_pieces(info, arch, weights))
             weights.check_left_out({name for one in pieces for name in one.stored}, info)
             with warnings.catch_warnings():
@@ -90,11 +87,8 @@ def write_release(model: str, out: str) -> None:
                         "content_metadata": {"non_homogeneous_layers": True}}, folder / "common.pt")  # fmt: skip
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
             (partial / TRACKER).write_text("release", encoding="utf-8")
-            partial.rename(place)
     except CheckpointException as error:  # torch's, with what failed when it wrote
         raise CheckpointError(f"{out} cannot be written: {next(iter(error.failures.values()))[0]}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _pieces(info: ModelInfo, arch: Architecture, weights: StoredWeights) -> Iterator[Piece]:

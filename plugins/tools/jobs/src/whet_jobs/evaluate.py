@@ -1,11 +1,11 @@
 """`whet eval`: evaluate a model on the environments of a config."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from whet.cli.command import Command, config_arguments, warn_of_broken
-from whet.errors import WhetError
 
 
 @click.command("eval", cls=Command)
@@ -17,19 +17,20 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     """Evaluate a model on the environments under `evaluation` in CONFIG."""
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
-    from whet_jobs.jobs import check_writable, used
     from whet_jobs.jobs import evaluate as evaluate_config
+    from whet_training.whole import whole
 
-    if out:
-        if words := used(Path(out)):
-            raise WhetError(f"{words}; wanted a new or an empty one for the evaluation: give --out another folder")
-        check_writable(Path(out))
-    registry = load_plugins()
-    warn_of_broken(registry)
-    other = Path(against) if against else None
-    evaluated = evaluate_config(config, overrides, model=model, against=other, registry=registry, progress=Progress())
+    evaluated = None
     try:
-        click.echo(str(evaluated))
+        with whole(Path(out)) if out else nullcontext() as folder:
+            registry = load_plugins()
+            warn_of_broken(registry)
+            evaluated = evaluate_config(
+                config, overrides, model=model, against=Path(against) if against else None, registry=registry,
+                progress=Progress(),
+            )  # fmt: skip
+            if folder:
+                evaluated.write(folder)
     finally:  # neither is lost where the other cannot be written
-        if out:
-            evaluated.write(Path(out))
+        if evaluated is not None:
+            click.echo(str(evaluated))

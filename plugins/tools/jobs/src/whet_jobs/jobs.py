@@ -1,8 +1,6 @@
 """The shorter jobs beside a run: evaluate a model, export a checkpoint."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +29,7 @@ from whet.run.run_folder import RunFolder, closing_all, temporary_run_folder
 from whet.run.start_workers import make_worker_groups
 from whet_jobs.comparison import SUMMARY, Comparison, compare, read_written
 from whet_jobs.tables import table
+from whet_training.whole import refuse_used, whole
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -106,26 +105,6 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
-def check_writable(out: Path) -> None:
-    """Make a folder and write to it, so that what takes hours to compute is not lost in the end. Raises `WhetError`."""
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-
-
-def used(out: Path) -> str:
-    """Return in words that `out` exists and is no empty folder, and what it holds; empty: it can be written to.
-
-    What an export left that was killed does not count.
-    """
-    if not out.exists():
-        return ""
-    if not out.is_dir():
-        return f"{out} is no empty folder"
-    held = sorted(file.name for file in out.iterdir() if file.name != PARTIAL)
-    return f"{out} is no empty folder: it holds {', '.join(held[:3])}{', ...' * (len(held) > 3)}" if held else ""
-
-
 def export(
     run_folder: str | Path, out: str | Path, *, step: int | Literal["best"] | None = None, overrides: Sequence[str] = ()
 ) -> int:  # fmt: skip
@@ -137,8 +116,7 @@ def export(
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
-    if words := used(Path(out)):
-        raise CheckpointError(f"{words}; choose another one for the model")
+    refuse_used(Path(out))
     changes = [*overrides, *_alone(run.path / "config.yaml")]
     prepared = prepare(run.path / "config.yaml", changes, config_only=False, trains=False)
     if step == "best":
@@ -148,11 +126,10 @@ def export(
     if before and (other := checkpoint.differences({"model files": before}, {"model files": now}, [])):
         lines = "\n  ".join(other)
         raise CheckpointError(f"model.path: {prepared.model.path} is not the model that the run trained:\n  {lines}")
-    with _job("export", prepared) as attempt:
+    with _job("export", prepared) as attempt, whole(Path(out).absolute()) as partial:
         backend = _start(prepared, attempt, ["backend"])["backend"]
         written = _load(backend, run, step, saved, prepared.config)
-        with _whole(Path(out).absolute()) as partial:
-            backend.export(partial)
+        backend.export(partial)
     return written
 
 
@@ -220,28 +197,6 @@ def last_saved(run: RunFolder) -> int:
     return saved[-1] if saved else 0
 
 
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """Make a folder to write into, and move it to its place when it is whole. After an error nothing is left."""
-    there = out.is_dir()
-    partial = out / PARTIAL if there else out.with_name(f"{out.name}.partial")
-    with disk_errors(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        with disk_errors(out):
-            if not there:
-                partial.rename(out)
-                return
-            for file in sorted(partial.iterdir()):
-                file.rename(out / file.name)
-            partial.rmdir()
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def _alone(config: Path) -> list[str]:
     """Change a config so that its backend runs as one worker: in this process, unless it has a Python of its own."""
     loaded = load_config(config).config
@@ -276,8 +231,6 @@ def _load(
 
 
 _RETRIES = 4
-PARTIAL = ".partial"
-"""A folder in which an export is under way."""
 
 
 @contextmanager
