@@ -59,7 +59,7 @@ def test_wandb_offline_has_one_run_with_every_step_and_tables(tmp_path, tiny_mod
     logger = {"use": "wandb", "mode": "offline", "rollouts_every": 3, "rollouts": 5}
     run = killed_and_resumed(config(tmp_path, tiny_model_folder, logger), start_whet)
     (run_id,) = {file.stem.removeprefix("run-") for file in run.glob("wandb/offline-run-*/*.wandb")}
-    assert json.loads((run / "wandb.json").read_text()) == {"id": run_id}
+    assert json.loads((run / "wandb.json").read_text()) == {"id": run_id, "folder": str(run.resolve())}
     found = files(run, run_id)
     assert len(found) == 2
     rows = [(file, row) for file in found for row in history(file)]

@@ -1,5 +1,6 @@
 """What a tracker is sent of a run, and what of the run folder it is sent once more."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from whet.interfaces.logger import Event, RunInfo
 from whet.run.run_folder import RunFolder
 from whet_tracking.config import TrackingConfig
-from whet_tracking.logger import TrackingLogger
+from whet_tracking.logger import TrackingLogger, name_of
 from whet_tracking.tables import LONGEST, any_table, bins, cell, episodes, failures
 
 
@@ -136,3 +137,25 @@ def test_tables_of_nothing_have_no_rows() -> None:
 @pytest.mark.parametrize(("edges", "bounds"), [([0.0, 1.0, 3.0], [-1.0, 0.0, 1.0, 3.0, 5.0]), ([2.0], [1.0, 2.0, 3.0])])
 def test_the_outermost_bins_are_as_wide_as_their_neighbours(edges: list[float], bounds: list[float]) -> None:
     assert bins(edges, [0] * (len(edges) + 1))[1] == bounds
+
+
+def test_a_run_keeps_its_name_where_its_folder_is_moved_and_a_copy_has_a_name_of_its_own(tmp_path, caplog):
+    first, moved, copy = tmp_path / "first", tmp_path / "moved", tmp_path / "copy"
+    first.mkdir()
+    assert name_of(first, "it.json", "id", "a") == ("a", False)
+    first.rename(moved)
+    assert name_of(moved, "it.json", "id", "b") == ("a", True)
+    first.symlink_to(moved)
+    assert name_of(first, "it.json", "id", "c") == ("a", True)
+    shutil.copytree(moved, copy)
+    assert not caplog.text
+    assert name_of(copy, "it.json", "id", "d") == ("d", False)
+    assert f"{copy} is a copy of {moved}" in caplog.text
+    assert name_of(copy, "it.json", "id", "e") == ("d", True)
+    assert name_of(moved, "it.json", "id", "f") == ("a", True)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_name(tmp_path):
+    RunFolder(tmp_path).write_json("it.json", {"id": "a"})
+    assert name_of(tmp_path, "it.json", "id", "b") == ("a", True)
+    assert RunFolder(tmp_path).read_json("it.json") == {"id": "a", "folder": str(tmp_path)}

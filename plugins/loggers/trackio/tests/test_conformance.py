@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from whet.interfaces.logger import RunInfo
+from whet.run.run_folder import RunFolder
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.logger import LoggerContract, Rows
 from whet_trackio.config import TrackioConfig
@@ -34,9 +35,7 @@ class TestTrackio(LoggerContract):
     def read(self, folder: Path) -> Rows | None:
         from trackio.sqlite_storage import SQLiteStorage
 
-        from whet_trackio.logger import _name
-
         if not self.logger.closed:
             return None  # Trackio's thread writes twice a second; a resume sends what is missing
-        rows = SQLiteStorage.get_logs("whet", _name(folder, "it")[0])
+        rows = SQLiteStorage.get_logs("whet", RunFolder(folder).read_json("trackio.json")["name"])
         return sorted({row["step"]: row for row in rows if "attempt" in row}.items())  # the last row of a step counts

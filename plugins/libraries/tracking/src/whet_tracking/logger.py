@@ -7,15 +7,21 @@ A tracker cannot erase. A run that goes back to a checkpoint sends the repeated 
 counts. `attempt` in each row tells which run attempt took the step.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from whet.data.files import read_metrics, read_rows, step_of
+from whet.errors import WhetError
 from whet.interfaces.logger import Event, RunInfo
+from whet.run.run_folder import RunFolder
 from whet_tracking import tables
 from whet_tracking.config import TrackingConfig
+
+logger = logging.getLogger(__name__)
 
 STEP, ATTEMPT = "step", "attempt"
 """Two more numbers of each row: the run's step, and the run attempt that took it."""
@@ -106,6 +112,29 @@ class TrackingLogger:
     def _send_table(self, step: int, name: str, table: tables.Table) -> None:
         if table[1]:
             self.send(step, {name: self.table(*table)}, False)
+
+
+def name_of(folder: Path, file: str, key: str, new: str) -> tuple[str, bool]:
+    """Return the name by which a tracker knows the run, `new` if it has none, and whether it had one.
+
+    A file of the run folder keeps the name under `key`, with the folder's path: a copy of the folder is another run.
+    """
+    files, here = RunFolder(folder), folder.resolve()
+    kept = files.read_json(file) or {}
+    name, first = kept.get(key), Path(kept.get("folder", here))
+    if name is not None and _is_copy(here, first, file, kept):
+        logger.warning(f"{folder} is a copy of {first}, so it has a run of its own at the tracker, from step 1")
+        name = None
+    if kept != (wanted := {key: str(name or new), "folder": str(here)}):
+        files.write_json(file, wanted)
+    return wanted[key], name is not None
+
+
+def _is_copy(here: Path, first: Path, file: str, kept: Mapping[str, Any]) -> bool:
+    """Return whether the folder where the run was before is still there, with the same name in its file."""
+    with suppress(WhetError, OSError):
+        return first != here and not first.samefile(here) and RunFolder(first).read_json(file) == kept
+    return False
 
 
 def rows_of(file: Path) -> Iterator[dict[str, Any]]:

@@ -3,15 +3,13 @@
 import secrets
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from pathlib import Path
 from sys import stderr
 from typing import Any
 
 import trackio
 
 from whet.interfaces.logger import RunInfo
-from whet.run.run_folder import RunFolder
-from whet_tracking.logger import STEP, TrackingLogger
+from whet_tracking.logger import STEP, TrackingLogger, name_of
 from whet_trackio.config import TrackioConfig
 
 FILE = "trackio.json"
@@ -23,7 +21,8 @@ class TrackioLogger(TrackingLogger):
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
         super().__init__(config, run)
-        name, known = _name(run.folder, config.name or run.name)
+        new = f"{config.name or run.name}-{secrets.token_hex(3)}"
+        name, known = name_of(run.folder, FILE, "name", new)
         with redirect_stdout(stderr):  # standard output belongs to the run
             self._run = trackio.init(
                 project=config.project, name=name, group=config.group or None, space_id=config.space or None,
@@ -47,13 +46,3 @@ class TrackioLogger(TrackingLogger):
         """Send what still waits, and end the run."""
         with redirect_stdout(stderr):
             self._run.finish()
-
-
-def _name(folder: Path, name: str) -> tuple[str, bool]:
-    """Return the run's name at Trackio, and whether the run folder had one. Trackio finds a run again by its name."""
-    files = RunFolder(folder)
-    kept = files.read_json(FILE)
-    if kept is None:
-        files.write_json(FILE, {"name": (new := f"{name}-{secrets.token_hex(3)}")})
-        return new, False
-    return str(kept["name"]), True

@@ -3,15 +3,13 @@
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import wandb
 
 from whet.errors import ConfigError
 from whet.interfaces.logger import RunInfo
-from whet.run.run_folder import RunFolder
-from whet_tracking.logger import STEP, TrackingLogger
+from whet_tracking.logger import STEP, TrackingLogger, name_of
 from whet_wandb import offline
 from whet_wandb.config import WandbConfig
 
@@ -26,7 +24,7 @@ class WandbLogger(TrackingLogger):
         super().__init__(config, run)
         # W&B copies tables here until they are sent. Its own default is in the home folder.
         os.environ.setdefault("WANDB_DATA_DIR", str(run.folder / "wandb"))
-        run_id, known = _run_id(run.folder)
+        run_id, known = name_of(run.folder, FILE, "id", secrets.token_hex(4))
         settings = wandb.setup().settings  # the environment variables, and the files that `wandb` commands write
         mode = _mode(config.mode or settings.mode)
         last, step = offline.last_row(run.folder, run_id) if known and mode == "offline" else (-1, -1)
@@ -81,13 +79,3 @@ def _mode(name: str) -> Literal["online", "offline", "disabled"]:
     raise ConfigError(
         f"WANDB_MODE is {name!r}, wanted `online`, `offline` or `disabled`; change it, or set the logger's `mode`"
     )
-
-
-def _run_id(folder: Path) -> tuple[str, bool]:
-    """Return the id that the run folder keeps, or a new one, and whether the folder had it."""
-    files = RunFolder(folder)
-    kept = files.read_json(FILE)
-    if kept is None:
-        files.write_json(FILE, {"id": (new := secrets.token_hex(4))})
-        return new, False
-    return str(kept["id"]), True
