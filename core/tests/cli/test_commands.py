@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 import whet.plugins.catalog
 
@@ -140,6 +141,8 @@ def test_the_end_of_a_run_names_a_command_only_where_it_is_installed_and_meant_f
     (file,) = site.glob("whet_shine*/entry_points.txt")
     file.write_text(f"{file.read_text()}\n[whet.after_run]\nshine = whet_shine_cli:shine\n")
     assert f"\nresults: `whet shine {site}`: make it shine\n" in nothing_left("it.yaml", (), outcome)
+    apart = f"`whet shine '{site}/a run'`: make it shine"
+    assert f"\nresults: {apart}\n" in nothing_left("it.yaml", (), evolve(outcome, folder=site / "a run"))
     (site / "model").mkdir()
     wanted = f"\nresults: the model is in {site}/model, and `whet shine {site}`: make it shine\n"
     assert wanted in nothing_left("it.yaml", (), outcome)

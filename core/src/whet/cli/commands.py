@@ -13,6 +13,7 @@ the source. Without a docstring, it shows the summary of the distribution. A cli
 
 import ast
 import functools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import Distribution, EntryPoint
@@ -115,8 +116,8 @@ def installed(group: str = GROUP) -> Iterator[Offer]:
 
 def after_run(folder: Path) -> list[str]:
     """Return the commands of installed distributions for a finished run, each with what it does."""
-    found = sorted((offer.entry.name, offer.about) for offer in installed(AFTER_RUN))
-    return [f"`whet {name} {folder}`: {about[:1].lower()}{about[1:].rstrip('.')}" for name, about in found]
+    found, place = sorted((one.entry.name, one.about) for one in installed(AFTER_RUN)), shlex.quote(str(folder))
+    return [f"`whet {name} {place}`: {about[:1].lower()}{about[1:].rstrip('.')}" for name, about in found]
 
 
 def load(offer: Offer) -> click.Command:
