@@ -196,7 +196,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_run(tmp_path, monk
 
 def test_a_full_disk_is_said_in_words():
     with (
-        pytest.raises(WhetError, match=r"cannot write .*metrics\.jsonl: the disk is full; free some space"),
+        pytest.raises(WhetError, match=r"metrics\.jsonl: the disk is full; free some space, and start .* again$"),
         disk_errors(Path("metrics.jsonl")),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

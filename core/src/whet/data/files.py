@@ -121,15 +121,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = _error_number(error)
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            cause = "the disk is full; free some space and start the same command again: it resumes"
-        elif number is not None:
-            cause = os.strerror(number)
-        elif isinstance(error, OSError):
-            cause = str(error)
-        else:
+        if (number := _error_number(error)) is None and not isinstance(error, OSError):
             raise
+        cause = str(error) if number is None else os.strerror(number)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            cause = "the disk is full; free some space, and start the same command again"
         raise WhetError(f"cannot write {path}: {cause}") from error
 
 
