@@ -115,6 +115,13 @@ def test_one_is_found_by_name_by_path_and_by_its_folder(tmp_path: Path, monkeypa
         find("/gone")
 
 
+def test_where_there_is_no_home_folder_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHET_ENVIRONMENTS", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the user is known
+    with pytest.raises(ConfigError, match="no home folder for environments: set HOME, or WHET_ENVIRONMENTS"):
+        find("engine")
+
+
 def test_programs_of_its_own_environment_come_first(tmp_path: Path) -> None:
     bare_environment(tmp_path / "engine")
     given = {"PATH": "/usr/bin", "PYTHONHOME": "/driver", "VIRTUAL_ENV": "/driver", "HOME": "/root"}

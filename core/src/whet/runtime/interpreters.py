@@ -75,7 +75,10 @@ class Interpreter:
 
 def environments() -> Path:
     """Return the folder of the named environments: `WHET_ENVIRONMENTS`, by default a folder in the home folder."""
-    return Path(os.environ.get("WHET_ENVIRONMENTS") or "~/.local/share/whet/environments").expanduser().absolute()
+    folder = os.path.expanduser(os.environ.get("WHET_ENVIRONMENTS") or "~/.local/share/whet/environments")
+    if folder.startswith("~"):
+        raise ConfigError("there is no home folder for environments: set HOME, or WHET_ENVIRONMENTS to a folder")
+    return Path(folder).absolute()
 
 
 def located(named: str) -> Path:

@@ -1,6 +1,7 @@
 """Compiled layers: the same numbers, no new code for rows of other lengths, and errors that name what to change."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -95,3 +96,15 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(monkeypatch, tmp_pa
         monkeypatch.setenv(compiled.CACHE_DIR, before)
         compiled.keep_code_with_the_user()
         assert os.environ[compiled.CACHE_DIR] == after
+
+
+def test_compiled_code_is_of_this_process_alone_where_there_is_no_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the user is known
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(compiled.CACHE_DIR, "")
+    monkeypatch.delenv(compiled.CACHE_DIR)
+    compiled.keep_code_with_the_user()
+    (folder,) = tmp_path.iterdir()
+    assert os.environ[compiled.CACHE_DIR] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -153,6 +153,14 @@ def test_a_container_with_less_than_its_cores_is_told(monkeypatch, tmp_path, quo
     assert ("set OMP_NUM_THREADS=1" in found.change) == (status == "warn")
 
 
+def test_a_hub_without_a_home_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the user is known
+    (found,) = doctor._hub()
+    assert (found.status, found.change) == ("warn", "set HOME, or HF_HOME to a folder")
+
+
 def test_broken_plugins_are_warnings(offers: Any, install: Any) -> None:
     install("whet-bad", {"bad_hooks": "1 / 0"})
     good, bad = doctor._plugins(load_plugins())

@@ -9,6 +9,7 @@ has kernels of its own. The last layer is computed only at the positions that ar
 """
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -84,11 +85,14 @@ def _compiled(layer: Any) -> Callable[..., Any]:
 def keep_code_with_the_user() -> None:
     """Set the folder that keeps compiled code between runs, unless the environment names one.
 
-    By default it has a name in /tmp that another user could have taken, and torch runs what it finds there.
+    By default it has a name in /tmp that another user could have taken, and torch runs what it finds there. Without a
+    home folder the folder is a new one.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(CACHE_DIR) in (None, default_cache_dir()):  # torch sets it to the default when it is imported
         root = os.environ.get("XDG_CACHE_HOME", "")
-        cache = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
-        os.environ[CACHE_DIR] = str(cache / "whet" / "compiled")
+        cache = root if os.path.isabs(root) else os.path.expanduser("~/.cache")
+        homeless = cache.startswith("~")
+        kept = tempfile.mkdtemp(prefix="whet-compiled-") if homeless else str(Path(cache, "whet", "compiled"))
+        os.environ[CACHE_DIR] = kept

@@ -1,7 +1,8 @@
 """A process that traces cases, because planning imports no torch, and a cache of what it found.
 
 The cache lies in `$XDG_CACHE_HOME/whet/memory`, by default `~/.cache`. A file's name is a hash of all that the result
-depends on: the case, the code that traces, and the versions of torch and transformers.
+depends on: the case, the code that traces, and the versions of torch and transformers. Without a home folder there is
+no cache.
 """
 
 import functools
@@ -36,7 +37,9 @@ class Tracer:
     """Traces cases in a process of a role's Python. The process starts at the first question."""
 
     def __init__(self, python: str = sys.executable, *, use_cache: bool = True, seconds: float = SECONDS) -> None:
-        self._python, self._use_cache, self._seconds = python, use_cache, seconds
+        root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        self._cache = Path(root, "whet", "memory") if use_cache and not root.startswith("~") else None
+        self._python, self._seconds = python, seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
 
@@ -55,10 +58,10 @@ class Tracer:
 
     def known(self, trace: str, case: Case) -> Peaks | None:
         """Return the peaks of a case that was traced before. Nothing is started."""
-        if not self._use_cache:
+        if self._cache is None:
             return None
         with suppress(OSError, ValueError):
-            return _peaks(json.loads(self._file(trace, case).read_bytes()))
+            return _peaks(json.loads((self._cache / self._name(trace, case)).read_bytes()))
         return None
 
     def peaks(self, trace: str, case: Case) -> Peaks:
@@ -68,8 +71,8 @@ class Tracer:
         answer = self._ask({"trace": trace, "case": case.to_json()})
         if "peaks" not in answer:
             raise TraceError(str(answer.get("failed")))
-        if self._use_cache:
-            _write(self._file(trace, case), answer["peaks"])
+        if self._cache is not None:
+            _write(self._cache / self._name(trace, case), answer["peaks"])
         return _peaks(answer["peaks"])
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -106,14 +109,13 @@ class Tracer:
             )  # fmt: skip
         return self._process
 
-    def _file(self, trace: str, case: Case) -> Path:
-        """Return the file of a case in the cache. Its name depends on everything that the result depends on."""
+    def _name(self, trace: str, case: Case) -> str:
+        """Return the name of a case's file in the cache. It depends on everything that the result depends on."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (trace, case.to_json(), self._python, _versions()):
             digest.update(json.dumps(part, sort_keys=True).encode())
         digest.update(_code(trace.partition(".")[0]))
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return folder / "whet" / "memory" / f"{digest.hexdigest()}.json"
+        return f"{digest.hexdigest()}.json"
 
 
 @functools.cache

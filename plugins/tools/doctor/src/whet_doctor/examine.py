@@ -313,14 +313,16 @@ def _network() -> Iterator[Check]:
 
 
 def _hub() -> Iterator[Check]:
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    home = os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
     offline = [
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
     words = f"offline by {' and '.join(offline)}" if offline else "not set to be offline; nothing was asked of it"
     found = f"cache {cache}, {words}"
-    if not os.access(_existing(cache), os.W_OK):
+    if str(cache).startswith("~"):
+        yield Check("hub", "warn", f"{found}; there is no home folder", "set HOME, or HF_HOME to a folder")
+    elif not os.access(_existing(cache), os.W_OK):
         yield Check("hub", "warn", f"{found}; it cannot be written", "set HF_HOME to a folder that can")
     elif "huggingface-hub" not in versions(["huggingface-hub"]):
         yield Check("hub", "warn", f"{found}; huggingface-hub is not installed", "pip install 'whet[hub]'")
