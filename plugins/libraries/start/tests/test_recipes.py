@@ -1,5 +1,6 @@
 """Recipes in the packages of plugins."""
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,19 @@ def test_a_recipe_comes_with_what_it_extends(kit: Kit, site: Path) -> None:
     (site / "kit" / "recipes" / "base.yaml").unlink()
     with pytest.raises(ConfigError, match=r"whet-kit ships 'child' without base\.yaml, which it extends"):
         with_bases(recipe(registry, "child"))
+
+
+def test_a_recipe_that_does_not_fit_on_the_disk_leaves_nothing(kit: Kit, tmp_path: Path) -> None:
+    kit()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(WARM), before[1]))
+    try:
+        done = CliRunner().invoke(command, ["warm", "--into", str(tmp_path / "in")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 1
+    assert f"cannot write {tmp_path / 'in' / 'warm.yaml'}: File too large" in done.stderr
+    assert not list((tmp_path / "in").iterdir())
 
 
 def test_an_unknown_recipe_gives_the_nearest(kit: Kit) -> None:

@@ -1,6 +1,7 @@
 """The plot logger: which curves, and an image that can be read back."""
 
 import json
+import resource
 import subprocess
 import sys
 
@@ -52,6 +53,18 @@ def test_the_image_shows_the_run(tmp_path):
     assert image.shape[0] > 400
     assert image.std() > 0.05, "not an empty canvas"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png"]
+
+
+def test_an_image_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):
+    write(tmp_path, grpo_rows())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            PlotLogger(PlotConfig(file="plot.svg"), RunInfo(folder=tmp_path, name="x")).close(failed=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["plot.pgf", "plot.gif", ".png", "plot"])

@@ -4,10 +4,12 @@ import base64
 import hashlib
 import json
 import re
+import resource
 from html.parser import HTMLParser
 
 import pytest
 
+from whet.errors import WhetError
 from whet_report.page import embedded, page_of, write_page
 from whet_report.run import read_run
 from whet_testing.hostile import HOSTILE_ANSWERS
@@ -98,3 +100,15 @@ def test_the_page_is_written_whole(tmp_path):
     size = write_page(tmp_path / "deep" / "report.html", {"a": 1})
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["report.html"]
     assert (tmp_path / "deep" / "report.html").stat().st_size == size
+
+
+def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path):
+    write_page(tmp_path / "page.html", {"a": 1})
+    page, before = (tmp_path / "page.html").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(WhetError, match=r"page\.html: File too large"):
+            write_page(tmp_path / "page.html", {"a": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [page]

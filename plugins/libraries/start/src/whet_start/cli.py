@@ -1,5 +1,6 @@
 """`whet recipe`: write a recipe that an installed plugin ships, to change and run."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,11 +56,24 @@ def write(found: "Recipe", into: Path) -> list[Path]:
     for path in texts.keys() - kept:
         if path.exists():
             raise WhetError(f"{path} exists already; remove it, or choose another folder: --into FOLDER")
-    into.mkdir(parents=True, exist_ok=True)
     for number, (path, text) in enumerate(texts.items()):
         if path not in kept:
-            path.write_text(text if number else head + text, encoding="utf-8")
+            _write_whole(path, text if number else head + text)
     return list(texts)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    from whet.data.files import disk_errors
+
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _list(registry: "Registry") -> None:

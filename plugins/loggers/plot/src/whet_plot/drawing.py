@@ -37,11 +37,14 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
         axis.set_xlim(-0.02 * max(last, 1), 1.02 * max(last, 1))
     beside = path.with_name(f".{path.name}.tmp{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        # A character that the font lacks is drawn as a box; a warning at the end of a run would not help.
-        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
-        figure.savefig(beside)
-    os.replace(beside, path)
+    try:
+        with warnings.catch_warnings():
+            # A character that the font lacks is drawn as a box; a warning at the end of a run would not help.
+            warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+            figure.savefig(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _panel(axis: Any, panel: Panel, bottom: bool) -> None:

@@ -31,13 +31,16 @@ def write_page(file: Path, data: Mapping[str, Any]) -> int:
     page, file = page_of(data).encode(), Path(os.path.realpath(file))
     if file.exists() and not file.is_file():
         raise WhetError(f"{file} is no regular file; name a file for the page")
-    partial = file.with_name(file.name + ".partial")
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
-        with open(partial, "wb", opener=private) as stream:
-            stream.write(page)
-        partial.replace(file)
+        try:
+            with open(partial, "wb", opener=private) as stream:
+                stream.write(page)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     return len(page)
 
 
