@@ -261,7 +261,7 @@ def _written(folder: Path, selections: Mapping[str, Selection]) -> Iterator[tupl
     for path, selection in selections.items():
         for field_ in fields(cast(Any, type(selection.config))):
             if field_.metadata.get("writes") and (name := getattr(selection.config, field_.name)) != "-":
-                target = os.path.normpath(folder / name)
+                target = os.path.normpath(folder / os.path.expanduser(name))
                 inner = os.path.relpath(target, os.path.normpath(folder))
                 yield f"{path}.{field_.alias}", selection.name, Path(target), inner
 

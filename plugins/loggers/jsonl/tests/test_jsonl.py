@@ -49,6 +49,14 @@ def test_a_fresh_run_starts_with_an_empty_file(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "metrics-log.jsonl")] == [0]
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    logger = JsonlLogger(JsonlConfig(path="~/log.jsonl"), RunInfo(tmp_path / "run", "it"))
+    logger.log(1, {"loss": 1.0})
+    assert (tmp_path / "home" / "log.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+    logger.close(failed=False)
+
+
 def test_patterns_choose_metrics_and_steps_without_any_write_nothing(tmp_path):
     config = JsonlConfig(path="deep/er.jsonl", include=["reward/*", "loss"], exclude=["loss"])
     logger = JsonlLogger(config, RunInfo(folder=tmp_path, name="x"))

@@ -55,6 +55,13 @@ def test_the_image_shows_the_run(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png"]
 
 
+def test_the_file_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path, grpo_rows())
+    PlotLogger(PlotConfig(file="~/plot.svg"), RunInfo(folder=tmp_path, name="x")).close(failed=False)
+    assert (tmp_path / "home" / "plot.svg").exists()
+
+
 def test_an_image_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):
     write(tmp_path, grpo_rows())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
