@@ -108,6 +108,7 @@ def test_a_pair_is_a_desirable_response_and_another(chat):
         ({"prompt": "x", "completion": "y", "label": 0.5}, "the label is 0.5, wanted true"),
         ({"prompt": "x", "completion": "y", "label": "good"}, "the label is 'good', wanted true"),
         ({"prompt": "x", "completion": "y", "label": 2}, "the label is 2"),
+        ({"prompt": "x", "completion": 7, "label": 1}, "^the column 'completion' must be text or a list of messages"),
         ({"prompt": "x", "chosen": "y"}, "wanted `chosen` and `rejected`"),
         ({}, "columns none"),
     ],

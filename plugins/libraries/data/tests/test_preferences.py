@@ -183,7 +183,7 @@ def test_all_turns_after_a_prompt_are_compared(chat):
         ({"chosen": [USER, RIGHT], "rejected": [USER, {**WRONG, "train": False}]}, "`weight: 0` or `train: false`"),
         ({"prompt": "x", "chosen": "y", "rejected": "z", "images": ["a"]}, "`images` has images"),
         ({"prompt": "x", "chosen": "y", "rejected": "z", "system": 7}, "`system` is 7, wanted text"),
-        ({"prompt": "x", "chosen": 7, "rejected": "y"}, "found 7"),
+        ({"prompt": "x", "chosen": 7, "rejected": "y"}, "^the column 'chosen' must be text or a list of .* number 7"),
         ({"prompt": [USER, RIGHT], "chosen": "y", "rejected": "z"}, "the prompt ends in a message of the assistant"),
         ({"prompt": [USER, RIGHT], "chosen": [YES], "rejected": [NO]}, "the prompt ends in a message of the assistant"),
     ],

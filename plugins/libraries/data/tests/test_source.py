@@ -45,6 +45,12 @@ def test_a_cell_of_a_table_may_have_the_json_text_of_a_prompt(tmp_path):
     assert found.prompt == (Message("user", json.dumps(turns[0])),), "a text of JSON lines stays text"
 
 
+def test_a_prompt_that_is_a_number_is_refused_with_its_column(tmp_path):
+    words = r"prompts.jsonl:1: the column 'sum' \(prompt\) must be text or a list of messages, found the number 7"
+    with pytest.raises(DataError, match=words):
+        prompts(tmp_path, {"sum": 7}, question="sum").tasks("train")
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_record_with_tools_of_its_own_is_refused(tmp_path, packed):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

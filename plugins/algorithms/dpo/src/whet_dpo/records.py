@@ -14,6 +14,7 @@ from whet_data.turns import (
     answered,
     before_response,
     conversation_of,
+    refuse_no_turns,
     refuse_untrained,
     text_of,
     with_fields,
@@ -87,6 +88,7 @@ def encode_labelled(
         )
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise DataError(f"the label is {label!r:.40}, wanted true (desirable) or false")
+    refuse_no_turns(record, names, ("prompt", "completion") if paired else ("messages",))
     if plain:
         found = chat.training_completion(text_of(prompt), text_of(completion))
     else:

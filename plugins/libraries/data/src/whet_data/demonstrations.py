@@ -8,7 +8,7 @@ from whet.data.messages import Conversation
 from whet.errors import DataError, RewrittenHistory
 from whet.interfaces.chat import Tokenizer, Trainable, TrainOn
 from whet_data.layouts import found_words
-from whet_data.turns import answered, conversation_of, text_of, untrained, with_fields, with_system
+from whet_data.turns import answered, conversation_of, refuse_no_turns, text_of, untrained, with_fields, with_system
 
 FIELDS = ("messages", "prompt", "completion", "text", "tools")
 """Fields of a record: `messages`, or `prompt` and `completion`, or `text`; and `tools` beside a conversation."""
@@ -59,12 +59,14 @@ def trainable(
     """
     called = {name: names.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in called.items() if record.get(own) is not None}
+    paired = "prompt" in given and "completion" in given
+    refuse_no_turns(record, names, ("messages",) if "messages" in given else ("prompt", "completion") if paired else ())
     if "messages" in given:
         whole, first = with_system(record, names, conversation_of(given["messages"]))
         return _turns(whole, chat, train_on, given, first, untrained(given["messages"]))
-    if "prompt" in given and "completion" in given and plain:
+    if paired and plain:
         return [chat.training_completion(text_of(given["prompt"]), text_of(given["completion"]))]
-    if "prompt" in given and "completion" in given:
+    if paired:
         whole, first = answered(conversation_of(given["prompt"]), given["completion"])
         whole, first = with_system(record, names, whole, first)
         return _turns(whole, chat, train_on, given, first, untrained(given["completion"]))

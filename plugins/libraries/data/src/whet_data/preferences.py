@@ -7,7 +7,15 @@ from whet.data.messages import Conversation
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
 from whet_data.layouts import found_words
-from whet_data.turns import conversation_of, joined, refuse_untrained, text_of, with_fields, with_system
+from whet_data.turns import (
+    conversation_of,
+    joined,
+    refuse_no_turns,
+    refuse_untrained,
+    text_of,
+    with_fields,
+    with_system,
+)
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair. Without `prompt`, the other two are whole conversations, or with `plain` whole texts."""
@@ -93,6 +101,7 @@ def _given(record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Any, An
             f"a record has the columns {found_words(record)}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
             "they are not whole conversations (see algorithm.fields)"
         )
+    refuse_no_turns(record, names, PAIR_FIELDS)
     return prompt, chosen, rejected
 
 

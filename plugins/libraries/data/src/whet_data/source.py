@@ -17,7 +17,7 @@ from whet.plan.plan import facts_of
 from whet_data.layouts import found_words
 from whet_data.readers import Row, read
 from whet_data.tasks import DatasetTasks, split_file
-from whet_data.turns import conversation_of, parsed, tools_of, with_system
+from whet_data.turns import conversation_of, parsed, refuse_no_turns, tools_of, with_system
 
 
 def _one_source(instance: "SourceConfig", attribute: Any, value: object) -> None:
@@ -108,6 +108,7 @@ class Prompts:
             raise DataError(
                 f"the column `tools` has tools, which this environment does not offer to the model; {words}"
             )
+        refuse_no_turns(row.record, {"prompt": self._config.question}, ["prompt"])
         asked = conversation_of(value)
         if not asked or asked[-1].role == "assistant" or not any(message.text.strip() for message in asked):
             raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to respond to")

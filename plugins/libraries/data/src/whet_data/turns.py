@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from whet.config.messages import found_words
 from whet.data.messages import Call, Conversation, Message, Tools, conversation
 from whet.errors import DataError
 from whet.interfaces.chat import Tokenizer
@@ -42,6 +43,16 @@ def conversation_of(value: Any) -> Conversation:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return conversation(value)
     return tuple(_message(item) if isinstance(item, Mapping) else conversation([item])[0] for item in value)
+
+
+def refuse_no_turns(record: Mapping[str, Any], names: Mapping[str, str], fields: Iterable[str]) -> None:
+    """Raise `DataError` if the column of a field has neither text nor messages, e.g. a number."""
+    for name in fields:
+        own = names.get(name, name)
+        if (value := record.get(own)) is not None and not isinstance(value, Iterable):
+            field = "" if own == name else f" ({name})"
+            words = f"must be text or a list of messages, found {found_words(value)}; write it as text"
+            raise DataError(f"the column {own!r}{field} {words}")
 
 
 def text_of(value: Any) -> str:
