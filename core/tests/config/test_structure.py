@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from whet.component import Selection
 from whet.config.sections import (
     Config,
+    DataFile,
     DataSection,
     EnvironmentSection,
     EvaluationSection,
@@ -42,6 +43,11 @@ def test_switching_a_section_off_is_answered_with_how(section: type, value: obje
         structure(value, section, None)
     with pytest.raises(ConfigError, match=r"wanted a mapping, found true$"):
         structure(True, section, None)
+
+
+def test_a_text_in_the_place_of_a_section_with_a_path_is_answered_with_how() -> None:
+    with pytest.raises(ConfigError, match=r"wanted a mapping, found the text 'a\.json'; write \{path: a\.json\}$"):
+        structure("a.json", DataFile, None)
 
 
 def test_paths_are_made_absolute_where_something_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

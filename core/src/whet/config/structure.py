@@ -197,7 +197,7 @@ class _Structurer:
         if inline and isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            return self.refuse(at, f"wanted a mapping, found {found_words(value)}{_off_words(value, fields)}")
+            return self.refuse(at, f"wanted a mapping, found {found_words(value)}{_meant(value, fields)}")
         if self.renew:
             value = with_new_names(value, list(fields.values()))
         own = [key for key in fields if key not in inline]
@@ -307,11 +307,12 @@ class _Structurer:
                 self.refuse(at, _one_line(error).removeprefix(f"{field.name!r} "))
 
 
-def _off_words(value: object, fields: "Mapping[str, attrs.Attribute[Any]]") -> str:
-    """Return a hint how to switch a section off, if the value looks meant so and the section can be switched off."""
+def _meant(value: object, fields: "Mapping[str, attrs.Attribute[Any]]") -> str:
+    """Return a hint: how to switch a section off, if the value looks meant so, or that a text is meant as its path."""
     off = {key: field.metadata["off"] for key, field in fields.items() if "off" in field.metadata}
-    meant = value in (False, None, 0) or str(value).lower() in ("off", "no", "none", "false")
-    return f"; to switch it off: {to_line(off)}" if meant and off else ""
+    if off and (value in (False, None, 0) or str(value).lower() in ("off", "no", "none", "false")):
+        return f"; to switch it off: {to_line(off)}"
+    return f"; write {to_line({'path': value})}" if isinstance(value, str) and "path" in fields else ""
 
 
 def config_fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":

@@ -40,12 +40,11 @@ def use_umask(*files: Path) -> None:
 
 def _umask() -> int:
     with suppress(OSError):  # on Linux the umask can be read without changing it
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+        if found := re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE):
+            return int(found[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def remove_folder(folder: Path) -> None:

@@ -107,6 +107,7 @@ def test_single_files_are_seen_where_a_config_names_them(alone: Any, single: Pat
     assert f"  offered by  the single file {tmp_path}/mine.py\n" in done.stdout
     assert f"  target      file:{tmp_path}/mine.py:Mine: it can be imported\n" in done.stdout
     assert done.stdout.endswith("mine.py, line 6)\n")
+    assert f"looked at that {single} lists under `plugins:`" in alone("why", "yours", "--config", str(single)).stdout
     found = json.loads(alone("--config", str(single), "--json").stdout)
     assert found["components"]["environments"]["mine"] == f"{tmp_path}/mine.py"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 from whet.interfaces.logger import RunInfo
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.contracts.logger import LoggerContract, Rows
@@ -82,6 +82,17 @@ def test_a_histogram_has_no_more_bins_than_wandb_takes(bins: int) -> None:
     assert (made.bins[0], made.bins[-1]) == (0.0, bins)
     ends = [*map(int, made.bins)]
     assert made.histogram == [sum(counts[i:j]) for i, j in pairwise(ends)]
+
+
+def test_where_wandb_cannot_be_reached_the_error_names_the_mode_that_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**given: object) -> None:
+        raise wandb.errors.CommError("Run initialization has timed out after 90.0 sec")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(WhetError, match=r"timed out .*; where W&B cannot be reached, set .* `mode: offline`"):
+        WandbLogger(WandbConfig(mode="online"), RunInfo(tmp_path, "it"))
 
 
 def test_the_end_of_a_run_waits_for_wandb_with_a_limit(tmp_path: Path) -> None:

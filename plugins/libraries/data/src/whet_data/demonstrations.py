@@ -72,9 +72,11 @@ def trainable(
         return _turns(whole, chat, train_on, given, first, untrained(given["completion"]))
     if "text" in given:
         return [chat.training_text(text_of(given["text"]))]
+    pair = record.get("chosen") is not None and record.get("rejected") is not None
+    preferences = "; `chosen` and `rejected` are for algorithms that read preferences, such as dpo, kto and rm"
     raise DataError(
-        f"a record has the columns {found_words(record)}; wanted `{called['messages']}`, or "
-        f"`{called['prompt']}` and `{called['completion']}`, or `{called['text']}` (see algorithm.fields)"
+        f"a record has the columns {found_words(record)}; wanted `{called['messages']}`, or `{called['prompt']}` and "
+        f"`{called['completion']}`, or `{called['text']}` (see algorithm.fields){preferences * pair}"
     )
 
 

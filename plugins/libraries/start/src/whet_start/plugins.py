@@ -222,6 +222,8 @@ def _missing(
     yield f"plugins that were found: {', '.join(sorted(sources)) or 'none'}"
     if config is None:
         yield "single-file plugins belong to a config: `--config FILE` also looks at those that it names"
+    else:
+        yield f"of single-file plugins those were looked at that {config} lists under `plugins:`; add yours there"
 
 
 def _commands_elsewhere(name: str) -> "Iterator[tuple[str, str]]":

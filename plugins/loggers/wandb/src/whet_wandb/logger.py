@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import wandb
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, WhetError
 from whet.interfaces.logger import RunInfo
 from whet_tracking.logger import STEP, TrackingLogger, name_of
 from whet_wandb import offline
@@ -28,15 +28,19 @@ class WandbLogger(TrackingLogger):
         settings = wandb.setup().settings  # the environment variables, and the files that `wandb` commands write
         mode = _mode(config.mode or settings.mode)
         last, step = offline.last_row(run.folder, run_id) if known and mode == "offline" else (-1, -1)
-        self._run = wandb.init(
-            project=config.project or settings.project or "whet", entity=config.entity or None,
-            name=config.name or settings.run_name or run.name, id=run_id,
-            group=config.group or None, tags=config.tags or None, config=dict(run.config), dir=run.folder,
-            mode=mode, resume="allow" if mode == "online" else None, reinit="create_new",
-            settings=wandb.Settings(
-                console="off", silent=mode == "offline", disable_git=True, finish_timeout=config.finish_seconds
-            ),
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=config.project or settings.project or "whet", entity=config.entity or None,
+                name=config.name or settings.run_name or run.name, id=run_id,
+                group=config.group or None, tags=config.tags or None, config=dict(run.config), dir=run.folder,
+                mode=mode, resume="allow" if mode == "online" else None, reinit="create_new",
+                settings=wandb.Settings(
+                    console="off", silent=mode == "offline", disable_git=True, finish_timeout=config.finish_seconds
+                ),
+            )  # fmt: skip
+        except wandb.Error as error:
+            words = "; where W&B cannot be reached, set the logger's `mode: offline`" * (mode == "online")
+            raise WhetError(f"W&B does not begin the run: {error}{words}") from error
         if mode == "online":
             last = self._run.starting_step - 1
             step = int(self._run.summary.get(STEP, -1)) if last >= 0 else -1
