@@ -88,10 +88,11 @@ from whet.plan.plan import gather_facts, make_plan
 from whet.plan.roles import make_roles
 from whet.data.model_info import ModelInfo
 SIZES = {{"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}}
+HEADS = {{"num_key_value_heads": 2, "head_dim": 32}}
 OTHERS = {{"vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu"}}
 for recipe in sys.argv[1:]:
     experts = {{"num_experts": 8, "num_experts_per_tok": 2}} if "moe" in recipe else {{}}
-    model = ModelInfo("somewhere", {{"model_type": "qwen3", **SIZES, **OTHERS, **experts}})
+    model = ModelInfo("somewhere", {{"model_type": "qwen3", **SIZES, **HEADS, **OTHERS, **experts}})
     config = load_config(recipe).config
     plan, problems = make_plan(config, model, make_roles(config, gather_facts(config, model)), Machine(cores=2))
     assert plan is not None, (recipe, problems)

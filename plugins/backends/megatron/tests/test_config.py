@@ -110,6 +110,14 @@ def test_a_rank_with_padding_alone_is_refused():
         ({"rope_scaling": {"type": "yarn"}}, "scales rotary positions by yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "has low_freq_factor 2.0"),
         ({"rms_norm_eps": None}, "has a config.json without rms_norm_eps"),
+        ({"num_hidden_layers": -2}, "has num_hidden_layers -2, wanted a positive integer"),
+        ({"rms_norm_eps": "x"}, "has rms_norm_eps 'x', wanted a positive number"),
+        ({**MIXED, "num_experts": None}, "has a config.json without num_experts"),
+        ({"rope_theta": "x"}, "has rope_theta 'x' in its rope_parameters, wanted a positive number"),
+        ({"rope_scaling": "x"}, "has rope_scaling x, wanted one object for all layers"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "wanted one object for all layers"),
+        ({"rope_scaling": {"type": "llama3", "factor": None, **architecture.LLAMA3}}, "has factor None"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "has low_freq_factor None, high_freq_factor None"),
         ({"dtype": "float16"}, "computes in float16"),
         ({**MIXED, "mlp_only_layers": [0]}, "has dense layers among those with experts"),
         ({**MIXED, "num_experts_per_tok": 1}, "chooses one expert for each token"),
@@ -127,6 +135,25 @@ def test_what_megatron_cannot_compute_is_refused_by_the_plan_and_by_the_worker(c
     with pytest.raises(ConfigError):
         architecture.read(of)
     assert facts(MegatronConfig(), of).memory is None
+
+
+@pytest.mark.parametrize("kind", sorted(architecture.FAMILIES))
+def test_numbers_that_a_config_lacks_are_those_of_transformers_or_refused(kind):
+    """Leave out each key. The sizes here are none that `transformers` takes by itself."""
+    configs = pytest.importorskip("transformers").AutoConfig
+    sizes = MIXED if kind in ("mixtral", "qwen3_moe") else QWEN3
+    whole = {**sizes, "rope_theta": 5e5, "model_type": kind}
+    for key in sorted(whole.keys() - {"architectures", "model_type"}):
+        config = {name: value for name, value in whole.items() if name != key}
+        of = ModelInfo("model", config)
+        if any(architecture.refusals(of)):
+            assert key in next(architecture.refusals(of))
+            continue
+        read, theirs = architecture.read(of), configs.for_model(**config)
+        assert read.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert read.tied == theirs.tie_word_embeddings
+        assert read.kv_heads == theirs.num_key_value_heads
+        assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])

@@ -78,6 +78,10 @@ class Family:
     """`config.json` -> the fields of `Architecture` in which the family differs from Llama."""
     unfit: Callable[[Config], Iterator[str]] = field(default=lambda config: iter(()))
     """`config.json` -> what of it Megatron cannot compute: sentences without a subject, e.g. `has biases`."""
+    needed: tuple[str, ...] = ()
+    """Further sizes that `config.json` must have, because `transformers` has numbers of its own for them."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies where `config.json` has none."""
 
 
 SLIDING = "attends to a sliding window (sliding_window)"
@@ -106,7 +110,7 @@ def _qwen3_moe(config: Config) -> Iterator[str]:
 
 
 def _one_expert(config: Config) -> Iterator[str]:
-    if config.get("num_experts_per_tok", 2) < 2:
+    if config["num_experts_per_tok"] < 2:
         yield "chooses one expert for each token, whose weight would always be 1 (num_experts_per_tok)"
 
 
@@ -118,8 +122,8 @@ def _mixtral(config: Config) -> Iterator[str]:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(DENSE, unfit=_biases),
-    "qwen2": Family(DENSE, lambda config: {"qkv_bias": True}, _qwen2),
-    "qwen3": Family(DENSE, lambda config: {"qk_norm": True}, _qwen3),
+    "qwen2": Family(DENSE, lambda config: {"qkv_bias": True}, _qwen2, ("num_key_value_heads",)),
+    "qwen3": Family(DENSE, lambda config: {"qk_norm": True}, _qwen3, ("num_key_value_heads", "head_dim")),
     "qwen3_moe": Family(
         QWEN_MOE,
         lambda config: {
@@ -128,8 +132,11 @@ FAMILIES: dict[str, Family] = {
             "normalize_chosen": bool(config.get("norm_topk_prob", False)),
         },
         _qwen3_moe,
+        ("num_key_value_heads", "moe_intermediate_size"),
     ),
-    "mixtral": Family(MIXTRAL, lambda config: {"expert_mlp": config["intermediate_size"]}, _mixtral),
+    "mixtral": Family(
+        MIXTRAL, lambda config: {"expert_mlp": config["intermediate_size"]}, _mixtral, ("num_key_value_heads",), 1.0e6
+    ),
 }
 
 
@@ -159,6 +166,9 @@ def refusals(model: ModelInfo) -> Iterator[str]:
         known = ", ".join(sorted({*FAMILIES, *_offered()}))
         yield f"is a model of type {config.get('model_type', '')!r}; this backend has {known}"
         return
+    if wrong := list(_size_problems(model, found)):  # what follows computes with sizes
+        yield from wrong
+        return
     yield from found.unfit(config)
     inner = config.get("text_config")
     if any(isinstance(one, Mapping) and one.get(QUANTISED) is not None for one in (config, inner)):
@@ -167,10 +177,6 @@ def refusals(model: ModelInfo) -> Iterator[str]:
     if str(config.get("hidden_act", "silu")) != "silu":
         yield f"has the activation {config['hidden_act']} (hidden_act); this backend has silu"
     yield from _rope_problems(config)
-    missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-               if not config.get(key)]  # fmt: skip
-    if missing:
-        yield f"has a config.json without {', '.join(missing)}"
     yield from _count_problems(model)
     if model.dtype not in ("float32", "bfloat16"):
         yield f"computes in {model.dtype} (model.dtype); this backend computes in float32 or bfloat16"
@@ -184,15 +190,42 @@ def unquantised(model: ModelInfo) -> ModelInfo:
     return evolve(model, config=config)
 
 
+NEEDED = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "rms_norm_eps"
+)  # fmt: skip
+"""What every model must state."""
+FROM_HEADS = ("num_key_value_heads", "head_dim")
+"""What may be null: it follows from the number of heads."""
+
+
+def _size_problems(model: ModelInfo, found: Family) -> Iterator[str]:
+    """Yield which sizes a config lacks, and which are no positive numbers."""
+    given = {key: value for key, value in model.config.items() if value is not None or key in FROM_HEADS}
+    mixed = bool(model.experts) or any("{expert}" in rule.name for rule in found.rules)
+    needed = (*NEEDED, *found.needed, *["num_experts_per_tok"] * mixed)
+    missing = [key for key in needed if key not in given] + ["num_experts"] * (mixed and not model.experts)
+    if missing:
+        yield f"has a config.json without {', '.join(missing)}"
+    for key in dict.fromkeys((*needed, *FROM_HEADS)):
+        value, kinds = given.get(key), (int, float) if key == "rms_norm_eps" else (int,)
+        if value is not None and not _positive(value, *kinds):
+            yield f"has {key} {value!r}, wanted a positive {'number' if float in kinds else 'integer'}"
+
+
+def _positive(value: object, *kinds: type) -> bool:
+    """Return whether a value of a config is a positive number of one of some kinds."""
+    return isinstance(value, int | float) and isinstance(value, kinds) and value is not True and value > 0
+
+
 def _count_problems(model: ModelInfo) -> Iterator[str]:
     """Yield numbers of a config that contradict each other: Megatron fails in the first step, or computes nonsense."""
-    heads, keys = int(model.config.get("num_attention_heads") or 1), model.kv_heads
-    if keys and heads % keys:
+    heads, keys = model.heads, model.kv_heads
+    if heads % keys:
         yield f"has {heads} heads, which its {keys} key heads do not divide (num_key_value_heads)"
-    size = int(model.config.get("head_dim") or (model.config.get("hidden_size") or 0) // heads)
+    size = model.config.get("head_dim") or model.config["hidden_size"] // heads
     if size % 2:
         yield f"has heads of {size} values, and rotary positions turn pairs of them (head_dim)"
-    chosen = int(model.config.get("num_experts_per_tok") or 0)
+    chosen = model.config.get("num_experts_per_tok") or 0
     if model.experts and chosen > model.experts:
         yield f"chooses {chosen} of {model.experts} experts for each token (num_experts_per_tok)"
 
@@ -208,14 +241,23 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def _rope_problems(config: Config) -> Iterator[str]:
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = config.get(key) or {}
+        if not isinstance(inner, Mapping) or any(isinstance(one, Mapping) for one in inner.values()):
+            yield f"has {key} {str(inner)[:80]}, wanted one object for all layers"
+            return
     rope = _rope(config)
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind not in ("default", "llama3"):
         yield f"scales rotary positions by {kind} (rope_parameters); this backend has default and llama3"
-    for key, value in LLAMA3.items() if kind == "llama3" else ():
-        if float(rope.get(key, value)) != value:
-            yield f"has {key} {rope[key]} in its rope_parameters; Megatron computes with {value:g}"
-    if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    for key in ("rope_theta", "factor") if kind == "llama3" else ("rope_theta",):
+        value = rope.get(key)
+        if not _positive(value, int, float) and (value is not None or key == "factor"):
+            yield f"has {key} {value!r} in its rope_parameters, wanted a positive number"
+    if wrong := [key for key, value in LLAMA3.items() if kind == "llama3" and rope.get(key) != value]:
+        found, right = (", ".join(f"{key} {one.get(key)}" for key in wrong) for one in (rope, LLAMA3))
+        yield f"has {found} in its rope_parameters; Megatron computes with {right}"
+    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield "rotates a part of each head only (partial_rotary_factor)"
 
 
@@ -227,20 +269,19 @@ def read(model: ModelInfo) -> Architecture:
     assert found is not None
     config, rope = model.config, _rope(model.config)
     scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
-    heads = int(config["num_attention_heads"])
     plain: dict[str, Any] = {
-        "layers": int(config["num_hidden_layers"]),
-        "hidden": int(config["hidden_size"]),
-        "heads": heads,
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": model.heads,
         "kv_heads": model.kv_heads,
-        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
-        "mlp": int(config["intermediate_size"]),
+        "head_dim": config.get("head_dim") or config["hidden_size"] // model.heads,
+        "mlp": config["intermediate_size"],
         "vocabulary": model.vocab_size,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "epsilon": float(config["rms_norm_eps"]),
-        "rope_theta": float(rope.get("rope_theta") or 10_000.0),
-        "rope_factor": float(rope.get("factor", 8.0)) if scaled else 0.0,
+        "rope_theta": float(rope.get("rope_theta") or found.rope_theta),
+        "rope_factor": float(rope["factor"]) if scaled else 0.0,
         "experts": model.experts,
-        "experts_per_token": int(config.get("num_experts_per_tok", 0)) if model.experts else 0,
+        "experts_per_token": config["num_experts_per_tok"] if model.experts else 0,
     }
     return Architecture(**{**plain, **found.special(config)})
