@@ -13,7 +13,7 @@ import pytest
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
 from whet_fsdp2 import attention
-from whet_fsdp2.config import Fsdp2Config, sizes
+from whet_fsdp2.config import Fsdp2Config, memory, sizes
 from whet_fsdp2.forecast import formulas, savings
 from whet_fsdp2.trace import trace
 from whet_memory.case import Case
@@ -39,13 +39,14 @@ def case(
     return Case(attrs.asdict(made), ModelInfo("", config, dtype), sizes(made, ranks), tokens=tokens, longest=256)
 
 
-def counted(config: dict[str, Any]) -> int:
+def counted(config: dict[str, Any], head: str = "lm") -> int:
     """Return the number of parameters that transformers builds."""
     import torch
     import transformers
 
+    kind = transformers.AutoModelForSequenceClassification if head == "value" else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        model = kind.from_config(transformers.AutoConfig.for_model(**config, num_labels=1))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -54,6 +55,16 @@ def test_weights_and_moments_of_all_layers_are_12_bytes_a_parameter(config: dict
     found = traced(trace, case(config=config))
     assert found["idle"] == pytest.approx(12 * counted(config), rel=0.01)
     assert found["optimizer"] == pytest.approx(16 * counted(config), rel=0.01), "gradients as well"
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_counts_the_head_that_is_there(tied: bool, head: str) -> None:
+    model = ModelInfo("", {**SHAPE, "tie_word_embeddings": tied})
+    made = structure({"head": head}, Fsdp2Config, None)
+    held = sum(term.bytes for term in memory(made, model, 1, True) if term.when == "working")
+    real = 16 * counted({**model.config}, head)
+    assert 0.99 * real < held <= real
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2}), (4, {"tensor": 2})], ids=str)

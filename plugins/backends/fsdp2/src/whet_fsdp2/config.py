@@ -177,6 +177,7 @@ def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
+    model = headed(config, model)
     sizes, low, lora = config.parallel, model.dtype == "bfloat16", config.lora if trained else None
     sharing = max(1, ranks // sizes.replicate)  # ranks that hold one copy of the model between them
     number = 2 if low else 4  # bytes of a number in the forward pass
@@ -211,6 +212,12 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
     if sharing > sizes.tensor:
         whole = number * _gathered(config, model)
         yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
+
+
+def headed(config: Fsdp2Config, model: ModelInfo) -> ModelInfo:
+    """Return a model without the head of a language model where a value head takes its place, as a tied one is."""
+    change = {"tie_word_embeddings": True} if config.head == "value" else {}
+    return attrs.evolve(model, config={**model.config, **change})
 
 
 def _gathered(config: Fsdp2Config, model: ModelInfo) -> int:

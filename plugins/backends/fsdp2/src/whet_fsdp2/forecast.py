@@ -13,7 +13,7 @@ from attrs import evolve
 from whet.component import MemoryTerm
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
-from whet_fsdp2.config import Fsdp2Config, memory
+from whet_fsdp2.config import Fsdp2Config, headed, memory
 from whet_memory.case import Case, Peak, Peaks, Saving
 
 CHUNK_BYTES = 128 << 20
@@ -117,7 +117,8 @@ def _brought(case: Case, terms: list[MemoryTerm]) -> int:
     away = sum(term.bytes for term in terms if term.place == "host" and term.when == "working")
     shards = max(1, case.sizes.shards * case.sizes.tensor)
     largest = max(BUCKET_BYTES // 4, case.model.vocab_size * _count(case.model, "hidden_size") // shards)
-    return min(away, away * largest * shards // max(1, case.model.parameters))
+    whole = headed(structure(dict(case.settings), Fsdp2Config, None), case.model).parameters
+    return min(away, away * largest * shards // max(1, whole))
 
 
 def savings(case: Case) -> tuple[Saving, ...]:
