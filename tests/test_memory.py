@@ -130,6 +130,20 @@ def test_what_is_not_enough_is_told_as_what_brings_it_nearer(recipe, whet):
     assert re.search(r"besides: |no change that was tried makes", done.output)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_change_with_which_checkpoints_do_not_load_is_offered_to_a_new_run_alone(recipe, whet, tmp_path, begun):
+    if begun:
+        (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
+        (tmp_path / "run/checkpoints/step-000001/complete.json").touch()
+    section = "backend={use: megatron, layout: padded, micro_batch_tokens: 512, optimizer: {distributed: false}}"
+    done = whet("check", recipe, section, ON_EIGHT, "model.dtype=bfloat16", f"run.folder={tmp_path / 'run'}",
+                "--machine", "8xH100,cores=96,memory=2TB")  # fmt: skip
+    assert done.code == 1
+    offered = done.output.partition("changes that make it fit")[2]
+    assert ("backend.optimizer.distributed=true" in offered) != begun
+    assert "backend.parallel.tensor" in offered
+
+
 def test_stages_of_a_pipeline_are_predicted_each_and_refused_with_changes_that_fit(recipe, whet):
     on_four = ("cluster.gpus={backend: 4, generator: 4}", "--machine", "4xH100-80GB,cores=96,memory=1TB")
     stages = "backend={use: megatron, layout: padded, parallel: {pipeline: 2}, micro_batch_tokens: 8192}"

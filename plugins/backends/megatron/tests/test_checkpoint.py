@@ -182,6 +182,7 @@ def damaged(saved, how):
         ({"format": 99}, "has format 99"),
         ({"optimizer_steps": -1}, "optimizer_steps -1"),
         ({"value": True}, "is of another model: value is True"),
+        ({"distributed": False}, "was saved with optimizer.distributed: false, and does not load with true"),
     ],
     ids=str,
 )

@@ -143,7 +143,7 @@ def savings(case: Case) -> tuple[Saving, ...]:
         found.append(Saving("logprob_chunk", 64, "more and smaller products with the head"))
     if case.trained and config.lora is None:
         words = f"full training: an adapter of rank {LORA_RANK} is trained in place of all weights"
-        found.append(Saving("lora.rank", LORA_RANK, words, other_result=True))
+        found.append(Saving("lora.rank", LORA_RANK, words, other_result=True, new_run=True))
     return tuple(found)
 
 

@@ -1,6 +1,6 @@
 """A policy's weights and optimizer state in Megatron's format `torch_dist`, beside a description in JSON.
 
-    backend.json            the backend, the architecture, optimizer steps
+    backend.json            the backend, the architecture, optimizer steps, `optimizer.distributed`
     megatron/               Megatron's: each rank writes the parts of tensors that it holds
     adapter_*               where adapters are trained: these, in PEFT's format, in the place of the weights
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from whet.errors import CheckpointError
 from whet_megatron.groups import Ranks
@@ -45,6 +46,7 @@ def planned(folder: Path, model: HeldModel, stepper: Stepper) -> Planned:
         "value": model.value,
         "adapter": _adapter(model),
         "optimizer_steps": stepper.steps,
+        "distributed": stepper.distributed,
     }
     with _quietly():
         return plan(folder, _state(model, stepper, loading=False), document)
@@ -66,6 +68,7 @@ def read(folder: Path, model: HeldModel, stepper: Stepper) -> None:
 
     document = _document(folder)
     _refuse_others(folder, document, model)
+    _refuse_other_masters(folder, document.get("distributed"), model, stepper)
     read_index(folder / TENSORS)
     adapter = {}
     if model.adapters is not None:
@@ -137,6 +140,20 @@ def _refuse_others(folder: Path, document: dict[str, Any], model: HeldModel) -> 
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:4])}{more}")
+
+
+def _refuse_other_masters(folder: Path, saved: bool | None, model: HeldModel, stepper: Stepper) -> None:
+    """Raise `CheckpointError` if the optimizer wants float32 weights that a checkpoint has under other names.
+
+    Without the distributed optimizer, weights that are float32 themselves are not saved a second time, nor wanted.
+    """
+    own = stepper.distributed
+    if saved not in (None, own) and (own or model.trained_dtype == torch.bfloat16):
+        was, now = str(saved).lower(), str(own).lower()
+        raise CheckpointError(
+            f"{folder} was saved with optimizer.distributed: {was}, and does not load with {now}; "
+            f"set it to {was}, or begin a new run with an export of the model"
+        )
 
 
 @contextmanager

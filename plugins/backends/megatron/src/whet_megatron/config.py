@@ -48,7 +48,8 @@ class OptimizerConfig:
     Weights that Megatron fuses into one (queries, keys and values; gate and up) go by the name of the first of them."""
     distributed: bool = True
     """Share float32 weights and moments out over the data-parallel ranks (Megatron's distributed optimizer, ZeRO-1:
-    Rajbhandari et al. 2020, arXiv:1910.02054). `false`: every one of these ranks holds all of them."""
+    Rajbhandari et al. 2020, arXiv:1910.02054). `false`: every one of these ranks holds all of them. A checkpoint does
+    not load with the other value; from `true` to `false` it does where the trained weights are float32."""
     overlap: bool = False
     """Add up gradients over data-parallel ranks while the backward pass goes on. Not with virtual pipeline stages."""
 

@@ -382,7 +382,7 @@ def savings(case: Case) -> tuple[Saving, ...]:
 def _savings(case: Case, config: MegatronConfig) -> Iterator[Saving]:
     of, experts = config.parallel, case.model.experts
     if case.trained and config.lora is None and not config.optimizer.distributed:
-        yield Saving("optimizer.distributed", True, "weights are gathered after each step")
+        yield Saving("optimizer.distributed", True, "weights are gathered after each step", new_run=True)
     if of.tensor > 1 and not of.sequence:
         yield Saving("parallel.sequence", True, "nothing")
     if case.trained and config.gradient_checkpointing is False and Stage(case, config, read(case.model)).plain:

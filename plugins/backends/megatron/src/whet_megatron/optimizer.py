@@ -25,6 +25,7 @@ class Stepper:
         self._total_steps = config.schedule.total_steps or total_steps
         self.steps = 0
         """Optimizer steps taken."""
+        self.distributed = config.optimizer.distributed
         with optimizer_types():
             self.optimizer: Any = get_megatron_optimizer(
                 self._options(), model.chunks, config_overrides=self._overrides()

@@ -123,6 +123,9 @@ class Saving:
     """What it costs, as the end of a sentence."""
     other_result: bool = False
     """Whether the run learns something else, e.g. an adapter in place of all weights. Such changes come last."""
+    new_run: bool = False
+    """Whether a checkpoint that was saved without the change does not load with it. A run with checkpoints is not
+    offered such a change."""
 
 
 @frozen

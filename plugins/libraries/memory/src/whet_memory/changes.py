@@ -16,6 +16,8 @@ from whet.errors import ConfigError
 from whet.plan.memory import HOST, size
 from whet.plan.placement import Machine
 from whet.plan.prepare import Prepared
+from whet.run.checkpoint import newest
+from whet.run.run_folder import RunFolder
 from whet_memory.case import Forecast
 from whet_memory.places import Moment
 from whet_memory.roles import case_of
@@ -230,12 +232,14 @@ def _candidates(search: Search, prepared: Prepared, before: Moment) -> Iterator[
 
 def _savings(prepared: Prepared, before: Moment) -> Iterator[Part]:
     """Yield the changes that components offer, beginning with the role that lacks memory."""
-    plan = prepared.plan
+    plan, begun = prepared.plan, newest(RunFolder(prepared.config.run.folder)) > 0
     for one in sorted(plan.roles, key=lambda role: role.role != before.role):
         role = prepared.roles[one.role]
         if isinstance(role.facts.forecast, Forecast):
             case = case_of(prepared.config, prepared.roles, plan, one, role.facts.forecast)
             for saving in role.facts.forecast.savings(case):
+                if begun and saving.new_run:
+                    continue
                 value = str(saving.value).lower() if isinstance(saving.value, bool) else saving.value
                 yield Part((f"{role.path}.{saving.key}={value}",), saving.cost, saving.other_result)
     if prepared.config.model.dtype == "float32":
