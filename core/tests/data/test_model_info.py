@@ -47,6 +47,38 @@ def test_all_experts_of_a_mixture_count(family: str) -> None:
     assert ModelInfo("x", config).parameters == pytest.approx(counted, rel=0.01)
 
 
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 96,
+}  # fmt: skip
+LAYOUTS = {
+    "jamba": {"num_experts": 4},
+    "falcon": {"multi_query": True, "num_kv_heads": 4, "ffn_hidden_size": 256},
+    "falcon of 40 B": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256},
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "afmoe": {"num_dense_layers": 2, "num_experts": 16, "moe_intermediate_size": 96},
+    "recurrent_gemma": {},
+    "doge": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_no_more_parameters_are_counted_than_are_there(family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family.split()[0], hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=200, pad_token_id=0,
+        num_attention_heads=4, **LAYOUTS[family],
+    )  # fmt: skip
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in real.parameters())
+    found = ModelInfo("x", config.to_dict()).parameters
+    assert found == 0 if family in ("doge", "recurrent_gemma") else 0.75 * counted < found <= counted
+
+
 def test_a_model_folder_says_what_it_holds(tiny_model_folder: Path) -> None:
     info = read_model(tiny_model_folder, dtype="bfloat16")
     assert (info.architecture, info.vocab_size, info.max_positions) == ("Qwen3ForCausalLM", 384, 256)

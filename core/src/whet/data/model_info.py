@@ -89,8 +89,10 @@ class ModelInfo:
         Where the config is ambiguous, the smaller number is taken, so that the estimate is never above the real need.
         """
         layers, (dense, sparse) = self._count("num_hidden_layers"), self._layers()
-        without = self._count("first_k_dense_replace") + len(self._text("mlp_only_layers") or ())
-        mixed = max(0, layers - without) // self._count("decoder_sparse_step", 1) if sparse else 0
+        listed = len(self._text("mlp_only_layers") or ()), list(self._text("mlp_layer_types") or ()).count("dense")
+        without = max(self._count("first_k_dense_replace"), self._count("num_dense_layers"), *listed)
+        period = self._count("decoder_sparse_step", self._count("expert_layer_period", 1))
+        mixed = max(0, layers - without) // period if sparse else 0
         return self.outer_parameters + mixed * sparse + (layers - mixed) * dense if layers and dense else 0
 
     @property
@@ -101,12 +103,13 @@ class ModelInfo:
     def _layers(self) -> tuple[int, int]:
         """Return the parameters of a dense layer, and of a layer with experts and their router (0: there is none)."""
         hidden, heads = self._count("hidden_size"), self.heads
-        if not (hidden and heads):
+        if not (hidden and heads) or self._text("model_type") in ("doge", "recurrent_gemma"):  # other kinds of layers
             return 0, 0
-        kv, head = self.kv_heads, self._count("head_dim", hidden // heads)
-        mlp = self._count("intermediate_size", 4 * hidden)
+        kv = self._count("num_key_value_heads", 1 if self._text("multi_query") else self._count("num_kv_heads", heads))
+        head, mlp = self._count("head_dim", hidden // heads), self._count("intermediate_size", 4 * hidden)
         matrices = 3 if str(self._text("model_type") or "").startswith(_GATED) else 2
-        rest, one = hidden * head * (2 * heads + 2 * kv) + 2 * hidden, self._count("moe_intermediate_size", mlp)
+        attention = heads * self._count("v_head_dim") or head * 2 * (heads + kv)  # of a latent one, the output alone
+        rest, one = hidden * (attention + 2), self._count("moe_intermediate_size", mlp)
         shared = self._count("shared_expert_intermediate_size") + self._count("n_shared_experts") * one
         sparse = rest + 3 * hidden * (self.experts * one + shared) + hidden * self.experts
         return rest + matrices * hidden * mlp, sparse if self.experts else 0
@@ -245,9 +248,8 @@ def _hash(files: list[Path]) -> str:
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as stream:
             digest.update(stream.read(edge))
-            if size > edge:
-                stream.seek(max(edge, size - edge))
-                digest.update(stream.read(edge))
+            stream.seek(max(edge, size - edge))
+            digest.update(stream.read(edge))
     return digest.hexdigest()
 
 
@@ -264,9 +266,7 @@ def locate(path: str, revision: str | None = None, *, config_only: bool = False,
         raise ConfigError(
             f"model.path: there is no folder {path!r}; to read it from the hub, pip install 'whet[hub]'"
         ) from None
-    patterns = (
-        ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model", *["*.py"] * code]
-    )
+    patterns = ["*.json", "*.jinja", *([] if config_only else ["*.safetensors", "*.model", *["*.py"] * code])]
     try:
         second = ["consolidated*"]  # the same weights under other names
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=second))
