@@ -25,7 +25,7 @@ GPU_GIB: Final[Mapping[str, tuple[int, ...]]] = {
 }  # fmt: skip
 """Memory with which well-known GPUs come. Makers' gigabytes are about 2**30 bytes."""
 EXAMPLES: Final = "`8xH100-80GB`, `2x8xA100-40GB`, `4x24GB,cores=32,memory=256GB`, or a YAML file"
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)(M|G|T)i?B?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(M|G|T)i?B?", re.IGNORECASE)
 _UNITS: Final = {"M": 2**20, "G": 2**30, "T": 2**40}
 _AMOUNTS: Any = validators.deep_mapping(value_validator=between(0, FACTOR))
 
@@ -104,7 +104,7 @@ def _of_words(text: str) -> list[Machine]:
 
 
 def _node(section: NodeSection) -> Machine:
-    sizes = [size for words in filter(None, section.gpus.split("+")) for size in _gpus(words)]
+    sizes = [size for words in section.gpus.split("+") if section.gpus for size in _gpus(words)]
     memory = _size(section.memory, "memory") if section.memory else None
     return Machine(section.cores, len(sizes), memory, tuple(sizes), section.resources)
 
@@ -131,11 +131,14 @@ def _gpu_bytes(words: str) -> int:
         raise ConfigError(f"gpus: {name} comes with {' and '.join(map(str, sizes))} GB; write {listed}")
     meant = nearest(name.upper(), GPU_GIB)
     hint = f"did you mean {meant}? Else " if meant else ""
-    raise ConfigError(f"gpus: the memory of {name!r} is not known here; {hint}write it behind the name: {name}-80GB")
+    raise ConfigError(
+        f"gpus: the memory of {name[:80]!r} is not known here; {hint}write it behind the name: {name[:80]}-80GB"
+    )
 
 
 def _size(words: str, what: str) -> int:
-    found: Any = _SIZE.fullmatch(words.strip())
-    if not found or not float(found[1]):
-        raise ConfigError(f"{what}: found {words!r}, wanted a size, e.g. 80GB or 1.5TB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    found = _SIZE.fullmatch(words.strip())
+    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not size:
+        raise ConfigError(f"{what}: found {words[:80]!r}, wanted a size, e.g. 80GB or 1.5TB")
+    return size
