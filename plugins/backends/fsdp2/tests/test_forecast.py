@@ -39,15 +39,27 @@ def case(
     return Case(attrs.asdict(made), ModelInfo("", config, dtype), sizes(made, ranks), tokens=tokens, longest=256)
 
 
-def counted(config: dict[str, Any], head: str = "lm") -> int:
-    """Return the number of parameters that transformers builds."""
+def sizes_of(config: dict[str, Any], head: str = "lm") -> list[int]:
+    """Return the numbers of values of the parameters that transformers builds."""
     import torch
     import transformers
 
     kind = transformers.AutoModelForSequenceClassification if head == "value" else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(transformers.AutoConfig.for_model(**config, num_labels=1))
-    return sum(parameter.numel() for parameter in model.parameters())
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+def counted(config: dict[str, Any], head: str = "lm") -> int:
+    """Return the number of parameters that transformers builds."""
+    return sum(sizes_of(config, head))
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("config", [SHAPE, MOE, {**MOE, "vocab_size": 400}], ids=["dense", "vocabulary", "experts"])
+def test_ranks_gather_the_largest_tensor_to_send_it(config: dict[str, Any], dtype: str, number: int) -> None:
+    peaks = formulas(case(2, dtype, config))
+    assert peaks["weight_sync"].device - peaks["idle"].device == number * max(sizes_of(config))
 
 
 @pytest.mark.parametrize("config", [SHAPE, MOE])

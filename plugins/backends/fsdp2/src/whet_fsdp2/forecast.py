@@ -41,9 +41,7 @@ def formulas(case: Case) -> Peaks:
     peaks: dict[str, Peak] = {
         "loading": Peak(device, host),
         "idle": Peak(idle),
-        "weight_sync": Peak(
-            idle + 4 * model.vocab_size * _count(model, "hidden_size") * (ranks > 1) + BUCKET_BYTES * gpu
-        ),
+        "weight_sync": Peak(idle + _largest(model) * (ranks > 1) + BUCKET_BYTES * gpu),
         "asleep": Peak(0, asleep),
     }
     if case.trained:
@@ -52,6 +50,13 @@ def formulas(case: Case) -> Peaks:
     else:
         peaks["score"] = Peak(idle + passing + max(head, _layer(case, kept=False)))
     return peaks  # type: ignore[return-value]  # the keys are phases
+
+
+def _largest(model: ModelInfo) -> int:
+    """Return the bytes of the largest tensor as it computes: the embedding, or gate and up of a layer's experts."""
+    number, one = 2 if model.dtype == "bfloat16" else 4, _count(model, "intermediate_size")
+    rows = max(model.vocab_size, 2 * model.experts * _count(model, "moe_intermediate_size", one))
+    return number * rows * _count(model, "hidden_size")
 
 
 def activations(case: Case, config: Fsdp2Config) -> int:
