@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from whet.data.model_info import read_model
 from whet.errors import CheckpointError
 from whet_megatron import foreign
+from whet_megatron.architecture import LLAMA3
 from whet_megatron.cli import import_, to_megatron
 from whet_megatron.cpu_shim import on_cpu
 from whet_megatron.index import read_index
@@ -228,6 +229,19 @@ def test_megatron_begins_with_a_folder_that_is_written_for_it(folders, make_batc
     config = json.loads((folders(name) / "config.json").read_text())
     found = read_checkpoint(str(tmp_path / "out" / "release"), config, batch)
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_arguments_that_megatron_does_not_read_from_a_checkpoint_are_printed(folders, tmp_path):
+    other = shutil.copytree(folders("llama"), tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    scaled = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 10000.5, **LLAMA3}
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5, "rope_parameters": scaled}))
+    result = CliRunner().invoke(to_megatron, [str(other), str(tmp_path / "out")])
+    assert "--norm-epsilon 1e-05 --use-rope-scaling --rope-scaling-factor 32\n" in result.output
+    common = torch.load(tmp_path / "out/release/common.pt", weights_only=False)
+    assert common["args"].rotary_base == 10000.5
+    result = CliRunner().invoke(to_megatron, [str(folders("qwen3")), str(tmp_path / "qwen3")])
+    assert " --qk-layernorm\n" in result.output
 
 
 def test_a_folder_with_other_weights_than_its_config_says_is_not_written_for_megatron(folders, tmp_path):

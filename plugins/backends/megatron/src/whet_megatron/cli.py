@@ -32,5 +32,6 @@ def to_megatron(model: str, out: str) -> None:
     """
     from whet_megatron.release import write_release
 
-    write_release(model, out)
+    further = write_release(model, out)
     click.echo(f"wrote {out}: the weights of {model}")
+    click.echo(f"Megatron-LM needs the arguments --use-checkpoint-args {further}")

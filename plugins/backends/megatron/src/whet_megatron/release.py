@@ -11,6 +11,7 @@ Transformer Engine's layers have. The vocabulary has no padding: Megatron pads i
 
 import json
 import math
+import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -65,11 +66,14 @@ class Piece:
         return f"{self.tensor.removesuffix('weight')}_extra_state/shard_{number}_{of}"
 
 
-def write_release(model: str, out: str) -> None:
+def write_release(model: str, out: str) -> str:
     """Write the weights of a model folder to the folder `out`, in their dtype. One parameter is in memory at a time.
 
     Raises `WhetError` if `out` is no new or empty folder, or if weights lack or Megatron cannot compute the model.
     After an error there is no `out`.
+    Returns the arguments of Megatron-LM that `--use-checkpoint-args` does not take from a checkpoint. Raises
+    `CheckpointError` if `out` is there already, and `WhetError` if weights lack or Megatron cannot compute the model.
+    Then there is no `out`.
     """
     refuse_used(Path(out))
     info = read_folder(model)
@@ -89,6 +93,9 @@ def write_release(model: str, out: str) -> None:
             (partial / TRACKER).write_text("release", encoding="utf-8")
     except CheckpointException as error:  # torch's, with what failed when it wrote
         raise CheckpointError(f"{out} cannot be written: {next(iter(error.failures.values()))[0]}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _further(arch)
 
 
 def _pieces(info: ModelInfo, arch: Architecture, weights: StoredWeights) -> Iterator[Piece]:
@@ -150,17 +157,24 @@ class Planner(DefaultSavePlanner):
         return found.reshape(*[1] * len(one.lead), *shape).contiguous()
 
 
+def _further(arch: Architecture) -> str:
+    """Return the arguments of Megatron-LM that it does not take from a checkpoint. The last one's default is 8."""
+    scaled = f" --use-rope-scaling --rope-scaling-factor {arch.rope_factor:g}" if arch.rope_factor else ""
+    return f"--norm-epsilon {arch.epsilon}{' --qk-layernorm' if arch.qk_norm else ''}{scaled}"
+
+
 def _arguments(info: ModelInfo, arch: Architecture) -> Namespace:
     """Return the arguments of Megatron-LM that its `--use-checkpoint-args` takes from a checkpoint."""
     of_experts: dict[str, Any] = {
         "num_experts": arch.experts, "moe_ffn_hidden_size": arch.expert_mlp, "moe_router_topk": arch.experts_per_token,
         "moe_router_pre_softmax": not arch.normalize_chosen,
     } if arch.experts else {}  # fmt: skip
+    base = arch.rope_theta
     return Namespace(
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.mlp, num_attention_heads=arch.heads,
         num_query_groups=arch.kv_heads, group_query_attention=arch.kv_heads != arch.heads, kv_channels=arch.head_dim,
         max_position_embeddings=info.config.get("max_position_embeddings"), position_embedding_type="rope",
-        add_position_embedding=True, rotary_base=math.trunc(arch.rope_theta), rotary_percent=1.0,
+        add_position_embedding=True, rotary_base=int(base) if base.is_integer() else base, rotary_percent=1.0,
         add_bias_linear=False, add_qkv_bias=arch.qkv_bias, swiglu=True, normalization="RMSNorm",
         untie_embeddings_and_output_weights=not arch.tied, attention_dropout=0.0, hidden_dropout=0.0,
         ckpt_format="torch_dist", **of_experts,
