@@ -10,8 +10,6 @@ Transformer Engine's layers have. The vocabulary has no padding: Megatron pads i
 """
 
 import json
-import math
-import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -69,11 +67,9 @@ class Piece:
 def write_release(model: str, out: str) -> str:
     """Write the weights of a model folder to the folder `out`, in their dtype. One parameter is in memory at a time.
 
-    Raises `WhetError` if `out` is no new or empty folder, or if weights lack or Megatron cannot compute the model.
-    After an error there is no `out`.
     Returns the arguments of Megatron-LM that `--use-checkpoint-args` does not take from a checkpoint. Raises
-    `CheckpointError` if `out` is there already, and `WhetError` if weights lack or Megatron cannot compute the model.
-    Then there is no `out`.
+    `WhetError` if `out` is no new or empty folder, or if weights lack or Megatron cannot compute the model. After an
+    error there is no `out`.
     """
     refuse_used(Path(out))
     info = read_folder(model)
@@ -93,8 +89,6 @@ def write_release(model: str, out: str) -> str:
             (partial / TRACKER).write_text("release", encoding="utf-8")
     except CheckpointException as error:  # torch's, with what failed when it wrote
         raise CheckpointError(f"{out} cannot be written: {next(iter(error.failures.values()))[0]}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return _further(arch)
 
 
