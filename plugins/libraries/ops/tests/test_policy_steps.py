@@ -323,6 +323,9 @@ def test_an_adaptive_weight_is_charged_and_then_adapted(
         assert found["token_rewards"].min() == pytest.approx(-2 * weight, rel=1e-6)
         assert metrics["kl_reward/weight"].number() == pytest.approx(weight, rel=1e-6)
     assert json.loads(json.dumps(carried)) == carried
+    adapted = dict(carried)
+    penalise_kl(batch(reference_logprobs=reference, loss_mask=np.zeros(9, bool)), section, carried)
+    assert carried == adapted, "a step without a trained token measures nothing"
     assert "kl_reward/weight" not in penalise_kl(batch(), KlRewardSection(weight=1.0), {})[1]
 
 

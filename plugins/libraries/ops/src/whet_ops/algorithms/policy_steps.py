@@ -147,7 +147,8 @@ def penalise_kl(
     sampler.
 
     `carried` is the state that an algorithm carries from step to step (`whet.run.steps.Steps.state`). An adaptive
-    weight is read from `carried`. The weight of the next step is written to `carried`.
+    weight is read from `carried`. The weight of the next step is written to `carried`. A step without a trained token
+    leaves it as it is.
     """
     if not section.weight:
         return batch, {}
@@ -160,7 +161,7 @@ def penalise_kl(
     metrics: Metrics = {"kl_reference/reward": mean(float(kl.sum()), int(mask.sum()))}
     if section.adaptive.target:
         metrics["kl_reward/weight"] = mean(weight)
-        if carried is not None:
+        if carried is not None and mask.any():  # without a trained token nothing is measured
             carried[_KL_WEIGHT] = _adapted(weight, kl, batch, section)
     return charged, metrics
 
@@ -178,14 +179,14 @@ def _divergence(batch: Batch, section: KlRewardSection) -> NDArray[Any]:
 
 
 def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSection) -> float:
-    """Return the weight of the next step. kl [N]. Episodes and sequences that pay nothing do not lower the mean."""
+    """Return the weight of the next step. kl [N]. Episodes and sequences without a trained token do not count."""
     control, episode, mask = section.adaptive, np.asarray(batch["episode"]), np.asarray(batch["loss_mask"])
     kl, lengths = kl.astype(np.float64), joined(batch)["lengths"]
     if control.per == "sequence":
-        divergence = float(kl.sum()) / max(len(np.unique(expand(episode, batch["lengths"])[mask])), 1)
+        divergence = float(kl.sum()) / len(np.unique(expand(episode, batch["lengths"])[mask]))
     else:
         paying = segment_sum(mask.astype(np.int64), lengths) > 0
-        divergence = float(segment_mean(kl, lengths, mask).sum()) / max(int(paying.sum()), 1)
+        divergence = float(segment_mean(kl, lengths, mask).sum()) / int(paying.sum())
     return adapted_weight(weight, divergence, control.target, control.horizon, len(np.unique(episode)))
 
 
