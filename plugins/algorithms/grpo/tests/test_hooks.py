@@ -52,6 +52,7 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"advantages": "pass-at-k"},
         {"advantages": {"use": "pass-at-k", "k": 3, "baseline": "mean"}},
         {"advantages": "reinforce-plus-plus", "loss": {"use": "gspo", "level": "token"}},
+        {"advantages": "reinforce-plus-plus", "loss": summed({"use": "nll", "weight": 0.1})},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "minibatches": 2},
         {"loss": {**LOSS, "off_policy": {"since": "old", "threshold": 0.1}}, "old_logprobs": "sampler"},
         {"loss": {**LOSS, "kl_old": {"weight": 0.1, "to": "old"}}, "epochs": 2},

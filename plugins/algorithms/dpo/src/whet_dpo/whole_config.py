@@ -149,5 +149,5 @@ def weighted_sum_facts(config: WeightedSumConfig, model: ModelInfo) -> LossFacts
         outputs_needed=frozenset().union(*(facts.outputs_needed for facts in found)),
         columns_read=frozenset().union(*(facts.columns_read for facts in found)),
         role=found[0].role,
-        token_advantages=all(facts.token_advantages for facts in found),
+        token_advantages=all(facts.token_advantages for facts in found if "advantages" in facts.columns_read),
     )
