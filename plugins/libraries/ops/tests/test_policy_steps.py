@@ -127,7 +127,7 @@ def test_rewards_are_clipped_before_the_penalty_for_the_distance() -> None:
     assert found["reward"].tolist() == [1, 2.5, 2.5]
     assert found["greedy_reward"].tolist() == [-1.5] * 3
     assert found["reward:correct"].tolist() == [1, 3, 3]
-    assert metrics["reward/clipped"].number() == pytest.approx(2 / 3)
+    assert metrics["clip_reward/share"].number() == 1 / 2, "of the two episodes"
     # a nat for each trained token: 1, and 2 + 3 of the second episode
     assert penalise_kl(found, KlRewardSection(weight=1.0))[0]["reward"].tolist() == [0, -2.5, -2.5]
     assert clip_rewards(given, None) == (given, {})

@@ -28,7 +28,7 @@ from whet_ops.algorithms.config import (
     TopEntropySection,
 )
 from whet_ops.kl import MOST_NATS, kl_estimate, log_ratio
-from whet_ops.members import conversations, joined, of_members, produced, with_mask
+from whet_ops.members import conversations, joined, members_of, of_members, produced, with_mask
 from whet_ops.reductions import expand, of_tokens, segment_mean, segment_sum
 from whet_ops.shaping import adapted_weight, cut_penalty, overlong_penalty
 
@@ -126,14 +126,16 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
 def clip_rewards(batch: Batch, bounds: tuple[float, float] | None) -> tuple[Batch, Metrics]:
     """Clip the reward of each sequence, and that of the greedy response of its group. Named rewards stay as they are.
 
+    The metric is the share of members whose reward is clipped.
+
     TRL's `reward_clip_range` of RLOO and OpenRLHF's `reward.clip_range` are the same.
     """
     if bounds is None:
         return batch, {}
     rewards = {name: np.asarray(batch[name]) for name in ("reward", "greedy_reward") if name in batch}
     clipped = {name: reward.clip(*bounds).astype(np.float32) for name, reward in rewards.items()}
-    changed = clipped["reward"] != rewards["reward"]
-    return batch.with_columns(**clipped), {"reward/clipped": mean(float(changed.mean()), 1)}
+    changed = (clipped["reward"] != rewards["reward"])[members_of(batch).first]
+    return batch.with_columns(**clipped), {"clip_reward/share": mean(int(changed.sum()), len(changed))}
 
 
 def penalise_kl(
