@@ -5,13 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import asdict
 
+from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
 from whet.errors import WhetError
 from whet.interfaces.loss import LossResult
 
 torch = pytest.importorskip("torch")
 
+from whet_ops.algorithms.config import CorrectionSection  # noqa: E402
+from whet_ops.algorithms.corrected_loss import Corrected  # noqa: E402
+from whet_ops.algorithms.minibatches import SharedCount  # noqa: E402
+from whet_ops.algorithms.policy_steps import with_correction  # noqa: E402
 from whet_ops.loss_worker import LossWorker  # noqa: E402
 
 
@@ -120,6 +126,24 @@ def test_counts_of_other_terms_are_refused(batch: Batch) -> None:
 
     with pytest.raises(WhetError, match="the loss Miscounted has counts of none, and weights of policy"):
         objective(Miscounted(), batch)
+
+
+def made_wrong(config: Any) -> Any:
+    return CountsNothing()
+
+
+INNER = asdict(Spec(f"{__name__}:made_wrong", "", {}))
+
+
+@pytest.mark.parametrize("loss", [
+    SharedCount({"loss": INNER, "minibatches": 2}),
+    Corrected({"loss": INNER, "correction": {}}),
+    SharedCount({"loss": asdict(with_correction(Spec(**INNER), CorrectionSection(mask="token"))), "minibatches": 2}),
+])  # fmt: skip
+def test_an_error_of_a_loss_that_another_wraps_names_the_inner_one(batch: Batch, loss: Any) -> None:
+    columns = dict.fromkeys(("advantages", "sampler_logprobs"), np.zeros(batch.tokens, np.float32))
+    with pytest.raises(WhetError, match="the term policy of the loss CountsNothing is 10 and its count is 0"):
+        objective(loss, batch.with_columns(**columns))
 
 
 def test_live_has_a_value_for_each_sequence(batch: Batch) -> None:

@@ -21,6 +21,7 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.loss import Loss, LossResult
+from whet_ops.wrapped_loss import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class LossWorker:
             from whet.config.build import build
 
             made: Any = build(spec)
-            self._refuse_unknown(made.outputs, f"the loss {spec.target}")
+            self._refuse_unknown(made.outputs, f"the loss {name_of(made)}")
             self._losses[key] = made
         return self._losses[key]
 
@@ -76,9 +77,7 @@ class LossWorker:
         names = list(loss.weights)
         mine = loss.counts(self._tensors(batch)) if batch.sequences else dict.fromkeys(names, 0.0)
         if set(names) != set(mine):
-            raise WhetError(
-                f"the loss {type(loss).__name__} has counts of {_listed(mine)}, and weights of {_listed(names)}"
-            )
+            raise WhetError(f"the loss {name_of(loss)} has counts of {_listed(mine)}, and weights of {_listed(names)}")
         counts = self._ranks.sum([float(mine[name]) for name in names])
         if not any(counts) and not self._counted_nothing:
             self._warn_of_nothing(loss, batch)
@@ -91,7 +90,7 @@ class LossWorker:
         if trained:
             self._counted_nothing = True
             logger.warning(
-                f"the loss {type(loss).__name__} counts 0 in a batch with {trained:,.0f} tokens to train on, so it "
+                f"the loss {name_of(loss)} counts 0 in a batch with {trained:,.0f} tokens to train on, so it "
                 f"trains nothing: {_COUNTS}. This is told once"
             )
 
@@ -117,7 +116,7 @@ class LossWorker:
             return np.zeros(0, np.bool_)
         live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
         if live.shape != (batch.sequences,):
-            shape = f"`live` of the loss {type(loss).__name__} has the shape {live.shape}"
+            shape = f"`live` of the loss {name_of(loss)} has the shape {live.shape}"
             raise WhetError(f"{shape}, wanted one truth value for each of {batch.sequences} sequences")
         return live
 
@@ -135,7 +134,7 @@ class LossWorker:
             if counts[name]:
                 total = total + value * (loss.weights[name] / counts[name])
             elif value.detach().abs() > 0:
-                words = f"the term {name} of the loss {type(loss).__name__} is {float(value.detach()):g}"
+                words = f"the term {name} of the loss {name_of(loss)} is {float(value.detach()):g}"
                 raise WhetError(f"{words} and its count is 0, so it would train nothing: {_COUNTS}")
         return total, dict(result.metrics)
 
@@ -165,7 +164,7 @@ class LossWorker:
 
 def _refuse_result(loss: Loss, result: Any, outputs: Mapping[str, Tensor]) -> None:
     """Raise `WhetError` if a loss returned what would be left out, or would train nothing, without a word."""
-    who = f"the loss {type(loss).__name__}"
+    who = f"the loss {name_of(loss)}"
     if not isinstance(result, LossResult):
         raise WhetError(f"{who} returned {type(result).__name__}, wanted a LossResult")
     if result.terms.keys() - loss.weights.keys():

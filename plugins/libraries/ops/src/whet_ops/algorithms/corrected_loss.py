@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from whet.component import Spec
-from whet.config.build import build
 from whet.data.batch import Batch
-from whet.interfaces.loss import Loss, LossResult
+from whet.interfaces.loss import LossResult
 from whet_ops.algorithms.config import CorrectionSection
 from whet_ops.algorithms.policy_steps import correct_gap
 from whet_ops.policy_loss import UNCORRECTED
+from whet_ops.wrapped_loss import WrappedLoss
 
 
-class Corrected:
+class Corrected(WrappedLoss):
     """Another loss, on advantages that are corrected with the logprobs of its own forward pass.
 
     The corrections are those of `policy_steps.correct_gap` that leave every token in the mean, so that counts are known
@@ -29,21 +28,12 @@ class Corrected:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._loss: Loss = build(Spec(**config["loss"]))
+        super().__init__(config["loss"])
         self._section = CorrectionSection(**config["correction"])
         if self._section.whole:
             raise ValueError("a correction that must know the whole batch must come before the training pass")
-        self.columns = tuple(dict.fromkeys((*self._loss.columns, "advantages", "sampler_logprobs")))
-        self.outputs = tuple(dict.fromkeys((*self._loss.outputs, "logprobs")))
-        self.weights = self._loss.weights
-
-    def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the counts of the inner loss."""
-        return self._loss.counts(batch)
-
-    def live(self, batch: Batch) -> Any:
-        """Return which sequences can move the inner loss before any correction."""
-        return self._loss.live(batch)
+        self.columns = tuple(dict.fromkeys((*self.columns, "advantages", "sampler_logprobs")))
+        self.outputs = tuple(dict.fromkeys((*self.outputs, "logprobs")))
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Correct the advantages and return the result of the inner loss."""
@@ -52,7 +42,7 @@ class Corrected:
         corrected, metrics = correct_gap(plain, self._section)
         advantages = torch.from_numpy(corrected["advantages"]).to(logprobs.device)
         columns = {"advantages": advantages, UNCORRECTED: batch["advantages"]}
-        result = self._loss(outputs, batch.with_columns(**columns))
+        result = self.inner(outputs, batch.with_columns(**columns))
         return LossResult(result.terms, {**result.metrics, **metrics})
 
 

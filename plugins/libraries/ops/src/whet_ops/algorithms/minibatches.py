@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from whet.component import Spec
-from whet.config.build import build
 from whet.data.batch import Batch
-from whet.interfaces.loss import Loss, LossResult
 from whet_ops.algorithms.config import MinibatchConfig
+from whet_ops.wrapped_loss import WrappedLoss
 
 if TYPE_CHECKING:
     from whet.data.metrics import Metric
@@ -28,25 +27,16 @@ def train_minibatches(
         yield backend.train(part, loss, whole)
 
 
-class SharedCount:
+class SharedCount(WrappedLoss):
     """Another loss, each count of which is divided by the number of minibatches.
 
     With the counts of a whole batch, every minibatch is divided by the mean count of a minibatch.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._loss: Loss = build(Spec(**config["loss"]))
+        super().__init__(config["loss"])
         self._minibatches: int = config["minibatches"]
-        self.columns, self.outputs, self.weights = self._loss.columns, self._loss.outputs, self._loss.weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Return the counts of the inner loss, divided by the number of minibatches."""
-        return {name: count / self._minibatches for name, count in self._loss.counts(batch).items()}
-
-    def live(self, batch: Batch) -> Any:
-        """Return which sequences can move the inner loss."""
-        return self._loss.live(batch)
-
-    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Return the result of the inner loss."""
-        return self._loss(outputs, batch)
+        return {name: count / self._minibatches for name, count in self.inner.counts(batch).items()}
