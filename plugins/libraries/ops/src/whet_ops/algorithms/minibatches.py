@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 def train_minibatches(
     backend: "Backend", batch: Batch, loss: Spec, config: MinibatchConfig, seed: int
 ) -> Iterator[Mapping[str, "Metric"]]:
-    """Take an optimizer step on each minibatch of a batch, and yield its metrics. See `MinibatchConfig`."""
+    """Take an optimizer step on each minibatch of a batch, and yield its metrics. See `MinibatchConfig`.
+
+    A minibatch without a trained token is divided by its own counts in any case: where they are 0, it takes no step.
+    """
     whole = None
     if config.count_over == "batch":
         whole, given = batch, {"loss": asdict(loss), "minibatches": config.minibatches}
         loss = Spec("whet_ops.algorithms.minibatches:SharedCount", "", given)
     for part in batch.split(config.minibatches, seed=seed):
-        yield backend.train(part, loss, whole)
+        yield backend.train(part, loss, whole if part["loss_mask"].any() else None)
 
 
 class SharedCount(WrappedLoss):
