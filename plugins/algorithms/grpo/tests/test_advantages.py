@@ -26,6 +26,13 @@ def test_sequences_of_one_episode_count_once_and_share_its_advantage() -> None:
     assert GroupMean(GroupMeanConfig(scale="none"))(made).tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
+def test_a_penalty_for_the_distance_does_not_make_the_rewards_of_a_group_unequal() -> None:
+    task, costs = np.array([1, 1, 1, 0], np.float32), np.array([0.1, 0.3, 0.2, 0.2], np.float32)
+    charged = batch((task - costs).tolist(), [0, 0, 1, 1], task_reward=task)
+    found = GroupMean(GroupMeanConfig(scale="none", rescale="unequal"))(charged)
+    assert found == pytest.approx(np.array([0.1, -0.1, 0.5, -0.5]) * 4 / 2)
+
+
 @pytest.mark.parametrize(
     "estimate",
     [

@@ -52,6 +52,7 @@ class GroupMean:
             std_over=config.std_over,
             singleton=config.singleton,
             rescale=config.rescale,
+            task_rewards=batch["task_reward"][members.first] if "task_reward" in batch else None,
         )
         return np.asarray(advantages[members.owner])
 

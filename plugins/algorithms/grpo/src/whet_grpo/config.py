@@ -181,8 +181,8 @@ class GroupMeanConfig:
     """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
     rescale: Literal["none", "unequal", "nonzero"] = "none"
     """Multiply the advantages by the number of samples of the batch over the number of some of them, because the others
-    count in the mean of the loss but have no gradient. `unequal`: samples of groups whose rewards differ, as in GPG.
-    `nonzero`: samples of a reward other than 0, as in verl's `gpg`."""
+    count in the mean of the loss but have no gradient. `unequal`: samples of groups whose rewards differ without the
+    penalty of `kl_reward`, as in GPG. `nonzero`: samples of a reward other than 0, as in verl's `gpg`."""
 
 
 @frozen

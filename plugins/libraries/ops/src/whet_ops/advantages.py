@@ -24,6 +24,7 @@ def group_mean(
     std_over: Literal["group", "others"] = "group",
     singleton: Singleton = "zero",
     rescale: Literal["none", "unequal", "nonzero"] = "none",
+    task_rewards: NDArray[Any] | None = None,
 ) -> NDArray[np.float32]:
     """Return rewards minus the mean of their group, scaled. rewards, group [B] -> [B] float32, computed in float64.
 
@@ -41,8 +42,8 @@ def group_mean(
     does the same, with epsilon 1e-6.
 
     `rescale` multiplies the advantages by the number of samples over the number of some of them. `unequal`: samples of
-    groups of unequal rewards (GPG; Chu et al. 2025, arXiv:2504.02546). `nonzero`: samples of a reward other than 0, as
-    in verl's `gpg`.
+    groups of unequal rewards (GPG; Chu et al. 2025, arXiv:2504.02546), or of unequal `task_rewards` [B], which are the
+    rewards without a penalty that each sample pays. `nonzero`: samples of a reward other than 0, as in verl's `gpg`.
 
     The defaults are those of TRL; verl has epsilon 1e-6. If all rewards of a group are equal, its advantages are
     exactly 0, so that no gradient is computed from rounding errors. The advantage of a group of one is also 0. If
@@ -68,7 +69,8 @@ def group_mean(
         single = (size == 1)[owner]
         advantages[single] = rewards[single] / by if by else 0.0
     if rescale != "none":
-        teaching = (np.bincount(owner, advantages != 0) > 0)[owner]
+        compared = advantages if task_rewards is None else less_group_mean(task_rewards, group, singleton)
+        teaching = (np.bincount(owner, compared != 0) > 0)[owner]
         counted = int(np.count_nonzero(rewards if rescale == "nonzero" else teaching))
         advantages = advantages * (len(rewards) / max(counted, 1))
     return advantages.astype(np.float32)
