@@ -75,7 +75,7 @@ def test_the_policy_gradient_is_averaged_as_configured(seed, aggregation):
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
 def test_the_estimate_at_the_sampled_token_is_that_of_verl(estimator, spread, aggregation):
-    """Its `kl_penalty` in float64, then its `loss_max_clamp` of 10, beyond which there is no gradient."""
+    """Its `kl_penalty` in float64, with a `loss_max_clamp` of 10, beyond which there is no gradient."""
     batch, draw = random_batch(0, columns=["sampler_logprobs"]), np.random.default_rng(1)
     student, teacher = (-draw.exponential(spread, batch.tokens).astype(np.float32) for _ in range(2))
     loss = SampleKl(SampleKlConfig(estimator=estimator, **AVERAGES[aggregation]))

@@ -186,7 +186,8 @@ class CpoConfig:
     """CPO: DPO without a reference, and the likelihood of the chosen responses."""
 
     beta: float = field(default=0.1, validator=POSITIVE)
-    """Scales the logprob of a response, summed over its tokens."""
+    """Scales the logprob of a response. With the `loss_type` `ipo`, logprobs are not scaled, and 1 / (2 beta) is the
+    difference that the loss aims at."""
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """The loss of a pair, as in TRL's CPO trainer. `sigmoid`: the log-loss, as in the paper. `hinge`: the hinge loss of
     SLiC. `ipo`: the squared loss of IPO."""

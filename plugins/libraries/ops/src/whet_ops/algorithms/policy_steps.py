@@ -128,7 +128,8 @@ def clip_rewards(batch: Batch, bounds: tuple[float, float] | None) -> tuple[Batc
 
     The metric is the share of members whose reward is clipped.
 
-    TRL's `reward_clip_range` of RLOO and OpenRLHF's `reward.clip_range` are the same.
+    TRL's `reward_clip_range` of RLOO is the same. OpenRLHF's `reward.clip_range` is the same for its estimators `gae`
+    and `reinforce`. The others subtract a baseline first.
     """
     if bounds is None:
         return batch, {}
