@@ -232,7 +232,7 @@ def test_votes_are_those_of_the_environment_within(prompts):
         ({"question": "x"}, "the field 'prompt' is missing; there are ['question']"),
         ({"prompt": " "}, "the prompt is ' ', wanted words"),
         ({"prompt": [{"role": "assistant", "content": "x"}]}, "wanted words that the model is to respond to"),
-        ({"prompt": 3}, "a conversation must be a string or a list of messages, found 3"),
+        ({"prompt": 3}, "the column 'prompt' must be text or a list of messages, found the number 3"),
     ],
 )
 def test_records_that_are_no_prompts_are_refused_or_left_out(prompts, record, complaint):
