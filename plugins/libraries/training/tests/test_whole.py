@@ -1,12 +1,13 @@
 """A folder that a command writes is whole, and of one process."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from whet.errors import WhetError
-from whet_training.whole import refuse_used, whole
+from whet_training.whole import MARK, refuse_used, whole
 
 
 @pytest.fixture(params=["new", "empty", "a link"])
@@ -49,26 +50,89 @@ def test_a_second_writer_is_refused_and_leaves_what_the_first_has_written(out):
     assert (out / "weights").read_text() == "of the first"
 
 
+def partial_of(out: Path) -> Path:
+    return out / ".partial" if out.exists() else out.with_name("out.partial")
+
+
 def test_what_a_killed_writer_left_is_replaced(out):
-    partial = out / ".partial" if out.exists() else out.with_name("out.partial")
-    (partial / "deep").mkdir(parents=True)
-    (partial / "half").write_text("of it")
-    (partial / "link").symlink_to(out.parent)
+    if (left := os.fork()) == 0:
+        with whole(out) as partial:
+            (partial / "deep").mkdir()
+            (partial / "half").write_text("of it")
+            (partial / "link").symlink_to(out.parent)
+            os._exit(0)
+    os.waitpid(left, 0)
+    assert held(partial_of(out)) == [MARK, "deep", "half", "link"]
     refuse_used(out)
     with whole(out) as again:
-        assert not held(again)
+        assert held(again) == [MARK]
     assert held(out) == []
     assert held(out.parent) == ["out"]
 
 
-def test_what_appears_meanwhile_is_not_replaced(out):
-    words = f"{out} is no empty folder: it holds theirs; wanted a new or an empty one"
-    with pytest.raises(WhetError, match=words), whole(out) as partial:
+@pytest.mark.parametrize("kind", ["a folder", "a file", "a link", "a link to nothing"])
+def test_what_another_has_at_the_partial_folder_is_refused_and_stays(out, tmp_path, kind):
+    partial, theirs = partial_of(out), tmp_path / "theirs"
+    if kind == "a folder":
+        partial.mkdir()
+        (partial / "notes.txt").touch()
+    elif kind == "a file":
+        partial.write_text("notes")
+    else:
+        partial.symlink_to(theirs)
+        if kind == "a link":
+            theirs.mkdir()
+            (theirs / "notes.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    words = f"{out} is written in {partial} first, and what is there was not left by an unfinished command; move it"
+    with pytest.raises(WhetError, match=words), whole(out):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_appears_meanwhile_is_not_replaced_and_what_was_written_is_kept(out):
+    partial = partial_of(out)
+    words = f"{out} is no empty folder: it holds theirs; wanted a new or an empty one.* is kept in {partial}: move it"
+    with pytest.raises(WhetError, match=words), whole(out):
         (partial / "ours").touch()
         out.mkdir(exist_ok=True)
         (out / "theirs").touch()
-    assert held(out) == ["theirs"]
-    assert held(out.parent) == ["out"]
+    (out / "theirs").unlink()
+    assert "ours" in held(partial)
+    if partial.parent == out:
+        with pytest.raises(WhetError, match="was not left by an unfinished command"), whole(out):
+            pass
+        assert "ours" in held(partial)
+
+
+def test_what_cannot_be_moved_is_kept(out, monkeypatch):
+    partial, rename = partial_of(out), Path.rename
+
+    def renamed(file, target):
+        if file.name != "a":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(file, target)
+
+    with (
+        pytest.raises(WhetError, match=f"cannot write {out}: Input/output error; what was written is kept in"),
+        whole(out),
+    ):
+        for name in "abc":
+            (partial / name).touch()
+        monkeypatch.setattr(Path, "rename", renamed)
+    assert sorted({*held(partial), *(held(out) if out.exists() else [])} - {MARK, ".partial"}) == ["a", "b", "c"]
+    with pytest.raises(WhetError), whole(out):
+        pass
+    assert {"b", "c"} <= {*held(partial)}
+
+
+def test_a_link_to_nothing_is_refused_at_once(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    with (
+        pytest.raises(WhetError, match="out is no empty folder; wanted a new or an empty one"),
+        whole(tmp_path / "out"),
+    ):
+        pytest.fail("it began")
 
 
 def test_a_folder_that_lost_the_lock_to_a_third_is_refused(out, monkeypatch):
