@@ -1,5 +1,6 @@
 """The endpoint of a run: who may ask, what is kept, and what happens when the model fails."""
 
+import asyncio
 import json
 import stat
 import threading
@@ -193,3 +194,10 @@ def test_a_long_prompt_keeps_no_other_request_and_no_end_waiting(tmp_path: Path,
             chat.go.set()
             assert slow.result()[0] == 200
             endpoint.close()
+
+
+def test_a_client_on_the_last_thread_of_the_loop_is_answered(tmp_path: Path, loop: EpisodeLoop) -> None:
+    endpoint = start(loop, tmp_path, FakeGenerator("yes"))
+    loop.call(loop.events.set_default_executor, ThreadPoolExecutor(1))
+    assert loop.run(asyncio.wait_for(asyncio.to_thread(ask, tmp_path), 20))[0] == 200
+    endpoint.close()

@@ -15,8 +15,9 @@ differently.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from hashlib import blake2b
 from types import TracebackType
 from typing import TypeVar
@@ -149,7 +150,8 @@ class EpisodeResponder:
         before = [one.turns for one in chosen]
         try:
             turns = await gather_or_cancel(
-                heard(one.turn(messages, request.sampling, tokens), request, i, listen) for i, one in enumerate(chosen)
+                heard(partial(one.turn, messages, request.sampling, tokens), request, i, listen)
+                for i, one in enumerate(chosen)
             )
         except BaseException as error:
             for one in (one for one, count in zip(chosen, before, strict=True) if one.turns > count):
@@ -201,13 +203,15 @@ class EpisodeResponder:
                 self._places[_chain(talk, request.tools, reasoning)[-1]] = place
 
 
-async def heard(turn: Awaitable[Made], request: ApiRequest, index: int, listen: Listen | None) -> Made:
+async def heard(
+    turn: Callable[[], Awaitable[Made]], request: ApiRequest, index: int, listen: Listen | None
+) -> Made:  # fmt: skip
     """Await what a choice is made of, and pass on its tokens as they are reported.
 
     Raises `ApiError` where a stream got other tokens than the completion has, as after the loss of a replica.
     """
     if listen is None:
-        return await turn
+        return await turn()
     told: list[int] = []
 
     def tell(progress: Progress) -> None:
@@ -216,7 +220,7 @@ async def heard(turn: Awaitable[Made], request: ApiRequest, index: int, listen: 
         listen(index, progress)
 
     with listening(Listener(tell, request.likeliest)):
-        made = await turn
+        made = await turn()
     completion = made.completion if isinstance(made, Turn) else made
     if request.stream and completion.tokens[: len(told)].tolist() != told:
         raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")

@@ -8,7 +8,9 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +54,16 @@ class RunResponder:
         self._generator, self.chat, self._gate, self._rows = generator, chat, gate, rows
         self._max_context, self._seed = max_context, seed
         self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="whet endpoint prompts")
         self.rules = rules
 
     async def respond(self, request: ApiRequest, name: str, listen: Listen | None) -> list[Choice]:
         """Return the response to a request, and record it."""
         check_tools(request, self.chat)
         number = next(self._numbers)
-        tokens = await asyncio.to_thread(
-            self._tokens, request
-        )  # a long prompt takes seconds, and others share the loop
+        # A long prompt takes seconds, and others share the loop. Of the loop's own threads, those who wait for this
+        # response may hold all.
+        tokens = await asyncio.get_running_loop().run_in_executor(self._threads, self._tokens, request)
         room = self._max_context - len(tokens) if self._max_context else request.sampling.max_tokens
         if room < 1:
             message = f"a prompt of {len(tokens)} tokens leaves no room for a response in {self._max_context}"
@@ -72,13 +75,17 @@ class RunResponder:
             for i in range(request.count)
         ]
         completions = await gather_or_cancel(
-            heard(self._completion(one), request, i, listen) for i, one in enumerate(wanted)
+            heard(partial(self._completion, one), request, i, listen) for i, one in enumerate(wanted)
         )
         choices = [read_choice(request, self.chat, tokens, completion) for completion in completions]
         for one, choice in zip(wanted, choices, strict=True) if self._rows else ():
             assert self._rows is not None
             await self._rows.add(one, choice)
         return choices
+
+    def close(self) -> None:
+        """End the threads once the prompts that they tokenise are done, which are not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _completion(self, request: Request) -> Completion:
         try:
@@ -130,6 +137,7 @@ class RunEndpoint:
         (self._folder.path / ADDRESS).unlink(missing_ok=True)
         if self._loop.try_run(opened.aclose()):
             self._rows.close()
+        self._responder.close()
         self._folder.journal("endpoint closed", **self._listener.counts, **self._rows.counts)
 
 

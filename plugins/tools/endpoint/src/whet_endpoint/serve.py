@@ -112,6 +112,7 @@ def _opened(prepared: Prepared, attempt: Attempt) -> Served:
     loop, failure = EpisodeLoop(), Failure()
     closers.append(loop.close)
     responder = _responder(prepared, inputs.chat, generator, failure)
+    closers.append(responder.close)
     opened = AsyncExitStack()
     address = loop.run(opened.enter_async_context(Listener(config.endpoint).open(responder, tuple)))
     closers.append(partial(_closed, loop, opened))
