@@ -39,8 +39,8 @@ class RecordedSequence(Protocol):
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
         """Return the tokens and messages of the sequence after its first `turns` responses."""
 
-    def fork_after(self, turns: int) -> Self:
-        """Start another sequence of the episode, and return it. Its history is `history(turns)` of this sequence."""
+    def fork(self, agent: str = "", turns: int | None = None) -> Self:
+        """Start another sequence of the episode, and return it. Its history is `history(turns)`. None: all turns."""
 
     def fresh(self, tools: Tools = ()) -> Self:
         """Start another sequence of the episode, and return it. It has no history; its prompt describes the tools."""

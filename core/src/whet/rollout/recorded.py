@@ -138,18 +138,14 @@ class RecordedModel:
             derive_seed(of_group, "sample", sample, attempt), of_group, assignment.step, assignment.difficulty,
         )  # fmt: skip
 
-    def fork(self, agent: str = "") -> "RecordedModel":
-        """Start another sequence of the same episode with the history so far, and return it.
+    def fork(self, agent: str = "", turns: int | None = None) -> "RecordedModel":
+        """See `RecordedSequence.fork`.
 
         The model's tokens up to here count for the loss only in the sequence in which they were produced.
         """
-        other = self.fork_after(self.turns)
-        other.agent = agent or self.agent
-        return other
-
-    def fork_after(self, turns: int) -> "RecordedModel":
-        """Start another sequence with the history as it was after `turns` completions of this one, and return it."""
+        turns = self.turns if turns is None else turns
         other = self.fresh(self._tools)
+        other.agent = agent or self.agent
         other._parts[0].tokens, other.messages = self.history(turns)
         other._offsets = [(0, *self._offsets[turns][1:])]
         other._full = self._full and turns == self.turns
@@ -175,20 +171,22 @@ class RecordedModel:
 
     def reward(
         self, name: str, value: float, *, of: Literal["turn", "sequence", "agent"] = "turn",
-        tokens: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None, turns: int | None = None,
     ) -> None:  # fmt: skip
-        """See `Model.reward`. Raises `EpisodeError` if there is no such address, or the value is not finite."""
+        """See `Model.reward`; `turns` is as in `fork`. Raises `EpisodeError` for a wrong address or value."""
         self._refuse_late("reward")
         ((name, number),) = checked_rewards({name: value}, self._assignment.route.name).items()
         if of == "agent" and tokens is None:
             self.recorded.append(RecordedReward(name, number, self.agent))
             return
-        if not self.turns:
+        turns = self.turns if turns is None else turns
+        if not turns:
             raise EpisodeError(f"it gave the reward {name!r} to a {of} of a sequence without a response")
         if of == "sequence" and tokens is None:
             self.recorded.append(RecordedReward(name, number, self.agent, self._fork))
             return
-        begin, completion, _ = self._parts[-1].completions[-1]
+        part, end, _ = self._offsets[turns]
+        begin, completion = next((b, c) for b, c, _ in self._parts[part].completions if b + len(c.tokens) == end)
         first, last = tokens or (0, len(completion.tokens))
         if of != "turn" or not 0 <= first < last <= len(completion.tokens):
             raise EpisodeError(
@@ -196,7 +194,7 @@ class RecordedModel:
                 f"{len(completion.tokens)}"
             )
         span = (begin + first, begin + last)
-        self.recorded.append(RecordedReward(name, number, self.agent, self._fork, span, len(self._parts) - 1))
+        self.recorded.append(RecordedReward(name, number, self.agent, self._fork, span, part))
 
     def record(self, name: str, value: Any) -> None:
         """See `Model.record`. Raises `EpisodeError` for a value that cannot be recorded."""

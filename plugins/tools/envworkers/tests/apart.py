@@ -21,6 +21,7 @@ from whet.interfaces.undecided import note
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "blocks", "tidies", "eats", "exits",
     "group", "agent", "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
+    "grades",
 )  # fmt: skip
 
 
@@ -160,6 +161,20 @@ class Apart:
         other = model.fork("other")
         await other.reply("now")
         await asking
+
+    async def _grades(self, task, model):
+        """Keep the loop busy until the driver has the reply, of which this process then knows nothing."""
+        folder = Path(self._config.folder)
+        asking = asyncio.create_task(model.reply("slowly"))
+        while not (folder / "asked").exists():
+            await asyncio.sleep(0.01)
+        (folder / "busy").touch()
+        while not (folder / "replied").exists():
+            time.sleep(0.01)
+        model.reward("early", 1.0)
+        other = model.fork("other")
+        await asking
+        await other.reply("now")
 
     async def _waits(self, task, model):
         with stopped_clock():

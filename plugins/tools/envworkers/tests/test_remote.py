@@ -79,10 +79,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 200
+    assert len(remote.tasks("train")) == 210
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[200]
+        remote.tasks("train")[210]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -210,13 +210,32 @@ class Slow(FakeGenerator):
         return await super().generate(request)
 
 
-def recorded(remote, kind, apart):
+class Handshake(FakeGenerator):
+    """A request that says `slowly` ends while the process is busy."""
+
+    def __init__(self, folder):
+        super().__init__(lambda prompt, rng: "ok")
+        self._folder = folder
+
+    async def generate(self, request):
+        if b"slowly" not in bytes(request.tokens.astype(np.uint8)):
+            return await super().generate(request)
+        (self._folder / "asked").touch()
+        while not (self._folder / "busy").exists():
+            await asyncio.sleep(0.01)
+        made = await super().generate(request)
+        (self._folder / "replied").touch()
+        return made
+
+
+def recorded(remote, kind, apart, generator=None):
     """Return the episode that a run records, played in a process or by the driver."""
     component = REGISTRY.find("environments", "apart").component
     environment = remote if apart else resolve(component.target)(component.config())
     task = task_of(environment, kind)
     assignment = Assignment(Route("it", environment, "train"), task, 0, 0)
-    return task, asyncio.run(make_player(Slow(), sampling=Sampling(max_tokens=16)).episode(assignment, 0))
+    player = make_player(generator or Slow(), sampling=Sampling(max_tokens=16))
+    return task, asyncio.run(player.episode(assignment, 0))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["driver", "worker"])
@@ -228,9 +247,16 @@ def test_a_reply_that_the_environment_gives_up_leaves_nothing(remote, apart):
     assert episode.turns == 2
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["driver", "worker"])
-def test_what_an_episode_does_while_a_reply_is_under_way_happens_at_once(remote, apart):
-    _, episode = recorded(remote, "beside", apart)
+@pytest.mark.parametrize("kind", ["driver", "worker", "busy worker"])
+def test_what_an_episode_does_while_a_reply_is_under_way_happens_at_once(remote, tmp_path, kind):
+    if kind == "busy worker":
+        busy = made(folder=str(tmp_path))
+        try:
+            _, episode = recorded(busy, "grades", True, Handshake(tmp_path))
+        finally:
+            busy.close()
+    else:
+        _, episode = recorded(remote, "beside", kind == "worker")
     first, other = episode.trajectories
     (early,) = first.spans
     assert (early.name, early.begin) == ("early", first.turns[0][0])

@@ -190,7 +190,7 @@ class EpisodeResponder:
         elif place.sequence.turns == place.turns and place.sequence not in self._busy:
             return place.sequence
         else:
-            one = place.sequence.fork_after(place.turns)
+            one = place.sequence.fork(turns=place.turns)
         self._sequences.append(one)
         return one
 

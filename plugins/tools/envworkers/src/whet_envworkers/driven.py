@@ -43,13 +43,17 @@ class Driven:
         """Carry a message out, or begin to."""
         match message["do"]:
             case "fork":
-                self._sequences[message["new"]] = self._of(message).fork(message["agent"])
+                model: Any = self._of(message)
+                self._sequences[message["new"]] = model.fork(message["agent"], **self._seen(message))
             case "tools":
                 self._sequences[message["new"]] = self._of(message).with_tools(tuple(message["tools"]))
             case "reward":
                 where = message["tokens"]
                 tokens = None if where is None else (where[0], where[1])
-                self._of(message).reward(message["name"], message["value"], of=message["address"], tokens=tokens)
+                model = self._of(message)
+                model.reward(
+                    message["name"], message["value"], of=message["address"], tokens=tokens, **self._seen(message)
+                )
             case "record":
                 self._of(message).record(message["name"], message["value"])
             case "stop" if self._clock is not None:
@@ -77,6 +81,11 @@ class Driven:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self._asked.pop(task, None) is not None and error is not None and not self.failed.done():
             self.failed.set_exception(error)
+
+    def _seen(self, message: Message) -> dict[str, int]:
+        """Return the turns of a sequence that the environment had seen, if the reply that it awaited has ended here."""
+        model: Any = self._of(message)
+        return {"turns": model.turns - 1} if message["awaits"] in self._replied else {}
 
     async def _forget(self, message: Message) -> None:
         """Take a reply back that the environment does not wait for any more, or that it has not got."""

@@ -9,9 +9,10 @@
     [{do: reward, ...}, {do: end, ...}]     <-
 
 `begin` is a stream, so the driver takes messages in the order in which the environment makes them, and as soon as it
-would take them from an environment of its own. A message with an `id` wants an answer: `{"value": ...}`, or an error
-from `failure`. An empty list is a sign of life: the deadline of a stream is that of one item, and a clock that is
-stopped in the driver may hold an episode up for longer.
+would take them from an environment of its own. A reward or a fork names the reply that its sequence awaits: if the
+reply has ended in the driver, the message belongs to the turn before it. A message with an `id` wants an answer:
+`{"value": ...}`, or an error from `failure`. An empty list is a sign of life: the deadline of a stream is that of one
+item, and a clock that is stopped in the driver may hold an episode up for longer.
 """
 
 from collections.abc import Mapping

@@ -26,6 +26,8 @@ class Playing:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.awaited: dict[int, int] = {}
+        """The reply that a sequence awaits, by the numbers of both."""
         self.changed = asyncio.Event()
         self.over = False
         """Whether the episode has ended: what comes later would be lost."""
@@ -64,6 +66,8 @@ class Playing:
     async def _ask(self, do: str, values: Mapping[str, Any]) -> Any:
         number = next(self._numbers)
         future = self.waiting[number] = asyncio.get_running_loop().create_future()
+        if do == "reply":
+            self.awaited[values["of"]] = number
         self.tell(do, id=number, **values)
         try:
             return await future
@@ -73,6 +77,8 @@ class Playing:
             raise
         finally:
             self.waiting.pop(number, None)
+            if do == "reply":
+                self.awaited.pop(values["of"], None)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         """Take an answer of the driver."""
@@ -138,7 +144,8 @@ class RemoteModel:
     def fork(self, agent: str = "") -> "RemoteModel":
         """See `Model.fork`."""
         number = next(self._playing.sequences)
-        self._playing.tell("fork", of=self._number, new=number, agent=agent)
+        awaits = self._playing.awaited.get(self._number)
+        self._playing.tell("fork", of=self._number, new=number, agent=agent, awaits=awaits)
         return RemoteModel(self._playing, self._episode, number)
 
     def reward(
@@ -147,7 +154,10 @@ class RemoteModel:
     ) -> None:  # fmt: skip
         """See `Model.reward`. An address that does not exist fails the episode when the driver reads it."""
         where = None if tokens is None else [int(tokens[0]), int(tokens[1])]
-        self._playing.tell("reward", of=self._number, name=str(name), value=float(value), address=of, tokens=where)
+        self._playing.tell(
+            "reward", of=self._number, name=str(name), value=float(value), address=of, tokens=where,
+            awaits=self._playing.awaited.get(self._number),
+        )  # fmt: skip
 
     def record(self, name: str, value: Any) -> None:
         """See `Model.record`."""

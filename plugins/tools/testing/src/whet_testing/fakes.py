@@ -194,8 +194,8 @@ class _ScriptedSequence:
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
         return self.histories[turns]
 
-    def fork_after(self, turns: int) -> "_ScriptedSequence":
-        return evolve(self, histories=[self.histories[turns]])
+    def fork(self, agent: str = "", turns: int | None = None) -> "_ScriptedSequence":
+        return evolve(self, histories=[self.histories[-1 if turns is None else turns]])
 
     def fresh(self, tools: Tools = ()) -> "_ScriptedSequence":
         return evolve(self, histories=[(_NO_TOKENS, ())], tools=tools)
