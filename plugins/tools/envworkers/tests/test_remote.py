@@ -15,7 +15,7 @@ from whet.config.cluster import DeadlinesSection
 from whet.config.sections import EnvironmentSection
 from whet.config.structure import structure
 from whet.data.messages import Message
-from whet.data.records import Reply, Sampling
+from whet.data.records import Reply, Sampling, Task
 from whet.errors import ConfigError, ContextFull, DataError, EpisodeError, InfrastructureError, PluginError, Undecided
 from whet.interfaces.clock import RUNNING, Clock
 from whet.interfaces.environment import Environment, stated_answer
@@ -323,6 +323,31 @@ def test_a_process_that_dies_is_replaced_and_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_episode_is_lost_to_a_process_that_is_being_replaced(tmp_path, processes):
+    environment = made(processes, folder=str(tmp_path))
+    (tmp_path / "slow").touch()
+
+    async def play():
+        dying = asyncio.create_task(environment.run(task_of(environment, "dies"), FakeModel("x")))
+        while not (tmp_path / "building").exists():
+            await asyncio.sleep(0.01)
+        task = environment.tasks("train")[0] if processes > 1 else Task("plain 0", {"kind": "plain"}, id="plain-0")
+        others = [asyncio.create_task(environment.run(task, FakeModel("x"))) for _ in range(4)]
+        done, _ = await asyncio.wait(others, timeout=20 if processes > 1 else 0.2)
+        (tmp_path / "go").touch()
+        assert len(done) == (4 if processes > 1 else 0)
+        await asyncio.gather(*others)
+        with pytest.raises(InfrastructureError):
+            await dying
+
+    try:
+        asyncio.run(play())
+        assert environment.replaced == 1
+    finally:
+        environment.close()
+
+
 def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr("whet_envworkers.remote.CANCEL_SECONDS", 1.0)
     environment = made(folder=str(tmp_path))

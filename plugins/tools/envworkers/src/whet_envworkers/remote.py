@@ -7,7 +7,8 @@ The model, its recorder and the roles stay with the driver. What can go wrong in
 
     the environment raises                       the error of the episode, as if it were played by the driver
     its process dies, or silences its heartbeat  the process is replaced; its episodes fail as infrastructure, which is
-                                                 played again and counted (`rollout.infrastructure_retries`)
+                                                 played again and counted (`rollout.infrastructure_retries`).
+                                                 Others are played elsewhere meanwhile, or wait
     an episode misses `cluster.deadlines.episode`    it is cancelled; where its process does not obey within
                                                  `CANCEL_SECONDS`, because its code hangs, the process is replaced too
     another episode of its group fails           it is cancelled; its process may first finish what other episodes
@@ -35,7 +36,7 @@ from whet.config.sections import WorkerSection
 from whet.data.messages import Conversation
 from whet.data.records import Episode, Task
 from whet.errors import ConfigError, InfrastructureError, WorkerError, WorkerLost
-from whet.interfaces.clock import RUNNING
+from whet.interfaces.clock import RUNNING, stopped_clock
 from whet.interfaces.environment import Model
 from whet.interfaces.undecided import note
 from whet.runtime.interpreters import find
@@ -55,6 +56,8 @@ CANCEL_SECONDS = 10.0
 """Time in which a process must end an episode that has missed its deadline."""
 ANSWER_SECONDS = 30.0
 """Time in which a process must state the final answer of an episode."""
+REPLACED_SECONDS = 0.1
+"""Time between two looks whether a process was replaced."""
 KEPT_TASKS = 4096
 
 
@@ -156,8 +159,14 @@ class RemoteEnvironment:
         return self._tasks[key]
 
     async def _play(self, method: str, model: Model | None, *args: Any) -> Any:
-        """Play what `method` begins in the process that plays the fewest, and return what it ends with."""
-        rank, number = min(range(self._size), key=self._load.__getitem__), next(self._numbers)
+        """Play what `method` begins in the process that plays the fewest, and return what it ends with.
+
+        Waits while all processes are being replaced.
+        """
+        while not (ranks := self._ready()):
+            with stopped_clock():
+                await asyncio.sleep(REPLACED_SECONDS)
+        rank, number = min(ranks, key=self._load.__getitem__), next(self._numbers)
         self._load[rank] += 1
         over = False
         try:
@@ -252,15 +261,21 @@ class RemoteEnvironment:
         except WorkerError as error:
             logger.debug(f"environment {self._name!r}: {error}")
 
+    def _ready(self) -> list[int]:
+        """Return the ranks whose processes are not being replaced: until it is built, such a one refuses episodes."""
+        return [rank for rank, lock in enumerate(self._locks) if not lock.locked()]
+
     def _ask(self, method: str, *args: Any, seconds: float) -> Any:
         """Call a sync method of the first process and return its result. If its process is lost, call another one."""
-        starts = self._starts[0]
+        rank = (self._ready() or [0])[0]
+        with self._locks[rank]:  # wait while it is being replaced
+            starts = self._starts[rank]
         try:
-            (told,) = self._workers.start_on(0, method, *args, phase="episode", timeout_seconds=seconds).result()
+            (told,) = self._workers.start_on(rank, method, *args, phase="episode", timeout_seconds=seconds).result()
         except WorkerLost as error:
-            self._replace(0, starts, error)
+            self._replace(rank, starts, error)
             try:
-                (told,) = self._workers.start_on(0, method, *args, phase="episode", timeout_seconds=seconds).result()
+                (told,) = self._workers.start_on(rank, method, *args, phase="episode", timeout_seconds=seconds).result()
             except WorkerError as again:
                 raise self._infrastructure(again) from again
         except WorkerError as error:
