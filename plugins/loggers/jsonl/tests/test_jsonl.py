@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from whet.component import resolve
 from whet.interfaces.logger import Logger, RunInfo
 from whet_jsonl import hooks
@@ -49,11 +51,12 @@ def test_a_fresh_run_starts_with_an_empty_file(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "metrics-log.jsonl")] == [0]
 
 
-def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("path", "file"), [("~/log.jsonl", "home/log.jsonl"), ("~log.jsonl", "run/~log.jsonl")])
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch, path, file):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    logger = JsonlLogger(JsonlConfig(path="~/log.jsonl"), RunInfo(tmp_path / "run", "it"))
+    logger = JsonlLogger(JsonlConfig(path=path), RunInfo(tmp_path / "run", "it"))
     logger.log(1, {"loss": 1.0})
-    assert (tmp_path / "home" / "log.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+    assert (tmp_path / file).read_text() == '{"step": 1, "loss": 1.0}\n'
     logger.close(failed=False)
 
 

@@ -55,11 +55,12 @@ def test_the_image_shows_the_run(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png"]
 
 
-def test_the_file_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("file", "target"), [("~/plot.svg", "home/plot.svg"), ("~plot.svg", "~plot.svg")])
+def test_the_file_may_begin_with_the_home_folder(tmp_path, monkeypatch, file, target):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(tmp_path, grpo_rows())
-    PlotLogger(PlotConfig(file="~/plot.svg"), RunInfo(folder=tmp_path, name="x")).close(failed=False)
-    assert (tmp_path / "home" / "plot.svg").exists()
+    PlotLogger(PlotConfig(file=file), RunInfo(folder=tmp_path, name="x")).close(failed=False)
+    assert (tmp_path / target).exists()
 
 
 def test_an_image_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):

@@ -65,10 +65,13 @@ def test_a_fresh_run_shows_nothing_of_an_older_one(tmp_path: Path) -> None:
     assert loss(tmp_path) == [(0, 0.5), (1, 1.5)]
 
 
-def test_the_folder_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("folder", "target"), [("~/events", "home/events"), ("~events", "run/~events")])
+def test_the_folder_may_begin_with_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, target: str
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    TensorboardLogger(TensorboardConfig(folder="~/events"), RunInfo(tmp_path / "run", "it")).close(failed=False)
-    assert list((tmp_path / "home" / "events").iterdir())
+    TensorboardLogger(TensorboardConfig(folder=folder), RunInfo(tmp_path / "run", "it")).close(failed=False)
+    assert list((tmp_path / target).iterdir())
 
 
 def test_files_made_within_a_second_are_read_in_order(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class JsonlLogger:
         if config.path == STANDARD_OUTPUT:
             self._out: TextIO = sys.stdout
         else:
-            self._out = self._file = _open(run.folder / Path(config.path).expanduser(), run.resumed_from or -1)
+            self._out = self._file = _open(run.folder / os.path.expanduser(config.path), run.resumed_from or -1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of a step, unless no metric of the step is wanted."""

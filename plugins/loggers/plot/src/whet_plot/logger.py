@@ -1,7 +1,7 @@
 """The logger: draws the metrics of the run folder when the run ends."""
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from whet.interfaces.logger import RunInfo
 from whet_plot.config import PlotConfig
@@ -35,4 +35,4 @@ class PlotLogger:
         from whet_plot.drawing import draw  # importing matplotlib is slow, so only if needed
 
         title = f"{self._run.name} (failed)" if failed else self._run.name
-        draw(found, title, self._run.folder / Path(self._config.file).expanduser())
+        draw(found, title, self._run.folder / os.path.expanduser(self._config.file))

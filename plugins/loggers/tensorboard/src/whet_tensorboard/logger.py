@@ -1,7 +1,7 @@
 """The logger: the events of a run, and the times at which they are written."""
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from whet.config.document import to_text
 from whet.interfaces.logger import Event, RunInfo
@@ -13,7 +13,7 @@ class TensorboardLogger:
     """Writes one event file each time the run is started or resumed."""
 
     def __init__(self, config: TensorboardConfig, run: RunInfo) -> None:
-        self._events = EventFile(run.folder / Path(config.folder).expanduser())
+        self._events = EventFile(run.folder / os.path.expanduser(config.folder))
         # A resumed run keeps step 0. A fresh run drops step 0 and all other steps of an older run.
         self._events.restart(run.resumed_from + 1 if run.resumed_from else 0)
         listing = to_text(dict(run.config)).replace("```", "'''")
