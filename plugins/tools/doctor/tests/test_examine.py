@@ -161,6 +161,14 @@ def test_a_hub_without_a_home_folder_is_a_warning(monkeypatch: pytest.MonkeyPatc
     assert (found.status, found.change) == ("warn", "set HOME, or HF_HOME to a folder")
 
 
+def test_a_cache_of_the_hub_in_the_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
+    (found,) = doctor._hub()
+    assert found.found.startswith(f"cache {tmp_path / 'hub'},")
+    assert "no home folder" not in found.found
+
+
 def test_broken_plugins_are_warnings(offers: Any, install: Any) -> None:
     install("whet-bad", {"bad_hooks": "1 / 0"})
     good, bad = doctor._plugins(load_plugins())

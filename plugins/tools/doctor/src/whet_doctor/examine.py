@@ -314,7 +314,7 @@ def _network() -> Iterator[Check]:
 
 def _hub() -> Iterator[Check]:
     home = os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
     offline = [
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
