@@ -134,8 +134,13 @@ def test_outside_of_an_episode_and_after_it_a_clock_stops_nothing() -> None:
             await asyncio.sleep(0)
             threads = await asyncio.gather(asyncio.to_thread(asyncio.run, lingering_elsewhere()))
             assert threads == ["elsewhere"]
+            await asyncio.to_thread(stopping)
         leave.set()
         await left_behind
+
+    def stopping() -> None:
+        with stopped_clock():
+            pass
 
     async def lingering_elsewhere() -> str:
         with stopped_clock():

@@ -29,7 +29,7 @@ class Clock:
     @property
     def here(self) -> bool:
         """Return whether it runs in this event loop, and its body has not ended."""
-        return not self.over and not self._limit.expired() and asyncio.get_running_loop() is self.loop
+        return not self.over and not self._limit.expired() and asyncio._get_running_loop() is self.loop
 
     @property
     def overdue(self) -> float:
@@ -54,7 +54,7 @@ class Clock:
 
 @contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Stop the clock of the running episode for the block. Outside of an episode it has no effect."""
+    """Stop the clock of the running episode for the block. Outside of an episode, and on a thread, it has no effect."""
     clock = RUNNING.get()
     if clock is None or not clock.here:
         yield
