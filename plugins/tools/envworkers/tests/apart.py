@@ -21,7 +21,7 @@ from whet.interfaces.undecided import note
 KINDS = (
     "plain", "forks", "raises", "undecided", "infrastructure", "dies", "hangs", "blocks", "tidies", "eats", "exits",
     "group", "agent", "judged", "cancels", "impatient", "beside", "waits", "threaded", "late",
-    "grades",
+    "grades", "swallows",
 )  # fmt: skip
 
 
@@ -113,6 +113,14 @@ class Apart:
             await model.reply("for ever")
         finally:
             await asyncio.sleep(0.2)
+            self._first(task)
+
+    async def _swallows(self, task, model):
+        with suppress(asyncio.CancelledError):
+            await model.reply("for ever")
+        try:
+            await model.reply("again")
+        finally:
             self._first(task)
 
     async def _eats(self, task, model):

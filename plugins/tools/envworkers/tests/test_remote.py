@@ -79,10 +79,10 @@ def test_an_environment_that_breaks_its_contract_is_refused_in_the_process(tmp_p
 def test_it_is_an_environment_with_the_tasks_and_weights_of_the_one_in_the_process(remote):
     assert isinstance(remote, Environment)
     assert dict(remote.reward_weights) == {"right": 1.0, "process": 0.0}
-    assert len(remote.tasks("train")) == 210
+    assert len(remote.tasks("train")) == 220
     assert remote.tasks("test")[0].prompt == (Message("user", "plain 0"),)
     with pytest.raises(IndexError):
-        remote.tasks("train")[210]
+        remote.tasks("train")[220]
     with pytest.raises(DataError, match="no split 'valid'"):
         remote.tasks("valid")
 
@@ -373,7 +373,8 @@ def test_an_episode_that_hangs_beyond_its_deadline_costs_its_process_and_nothing
         environment.close()
 
 
-def test_an_episode_that_is_given_up_tidies_up_and_costs_no_healthy_one_of_its_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["tidies", "swallows"])
+def test_an_episode_that_is_given_up_tidies_up_and_costs_no_healthy_one_of_its_process(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("whet_envworkers.remote.CANCEL_SECONDS", 0.1)
     environment = made(folder=str(tmp_path))
 
@@ -385,7 +386,7 @@ def test_an_episode_that_is_given_up_tidies_up_and_costs_no_healthy_one_of_its_p
             return await super().reply(messages, **settings)
 
     async def give_up():
-        waiting = asyncio.create_task(environment.run(task_of(environment, "tidies"), Silent(backwards)))
+        waiting = asyncio.create_task(environment.run(task_of(environment, kind), Silent(backwards)))
         await asked.wait()
         healthy = asyncio.create_task(environment.run(task_of(environment, "blocks"), FakeModel(backwards)))
         while not (tmp_path / "blocks-0").exists():  # from here on its process obeys nothing
@@ -394,8 +395,9 @@ def test_an_episode_that_is_given_up_tidies_up_and_costs_no_healthy_one_of_its_p
         await asyncio.wait([healthy], timeout=1.0)
         (tmp_path / "go").touch()
         rewards = await healthy
-        while not (tmp_path / "tidies-0").exists():
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            while not (tmp_path / f"{kind}-0").exists():
+                await asyncio.sleep(0.05)
         return rewards
 
     asked = asyncio.Event()

@@ -64,6 +64,8 @@ class Playing:
         return await on_loop(self._ask(do, values), self._loop)
 
     async def _ask(self, do: str, values: Mapping[str, Any]) -> Any:
+        if self.given_up:
+            raise EpisodeError("it was given up, and goes on although it was cancelled; nobody answers it any more")
         number = next(self._numbers)
         future = self.waiting[number] = asyncio.get_running_loop().create_future()
         if do == "reply":
