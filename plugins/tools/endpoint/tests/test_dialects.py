@@ -539,6 +539,33 @@ def test_a_token_is_sent_before_the_next_one_is_sampled(path: str, body: Any, mo
     assert bytes(one.tokens[one.loss_mask][:-1].tolist()) == b"yes"
 
 
+def test_a_stream_ends_at_a_stop_string_that_spans_new_weights() -> None:
+    class Cut(FakeGenerator):
+        """New weights arrive behind the first part of the response."""
+
+        calls = 0
+
+        async def generate(self, request: Request) -> Completion:
+            if self.calls:
+                return await super().generate(request)
+            self.calls += 1
+            cut = evolve(request, sampling=evolve(request.sampling, max_tokens=len("say ST")))
+            return evolve(await super().generate(cut), stop="abort")
+
+    async def agent(client: Client) -> None:
+        body = {"messages": HELLO, "stream": True, "stop": ["STOP"], "logprobs": True}
+        _, chat, _ = await client.post("/chat/completions", body)
+        choices = [choice for _, data in chat if data for choice in data["choices"]]
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == "say "
+        told = [entry for choice in choices for entry in (choice["logprobs"] or {"content": ()})["content"]]
+        assert "".join(entry["token"] for entry in told) == "say STOP"
+
+    def said(prompt: str, rng: np.random.Generator) -> str:
+        return "OP and more" if "say" in prompt else "say ST"
+
+    play(agent, Cut(said))
+
+
 def test_a_response_that_fails_on_its_way_ends_its_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet_testing.fakes._report", lambda *_: asyncio.sleep(0))
 

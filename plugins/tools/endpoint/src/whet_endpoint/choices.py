@@ -66,6 +66,12 @@ class Tokens:
     """[n]."""
     likeliest: Likeliest | None = None
 
+    def part(self, where: slice) -> "Tokens":
+        """Return some of the tokens."""
+        top = self.likeliest
+        likeliest = None if top is None else Likeliest(top.tokens[where], top.logprobs[where])
+        return Tokens(self.tokens[where], self.logprobs[where], likeliest)
+
     def entries(self, chat: Chat) -> Iterator[dict[str, Any]]:
         """Yield for each token what OpenAI's API shows of it."""
         top = self.likeliest

@@ -222,7 +222,8 @@ async def heard(
     with listening(Listener(tell, request.likeliest)):
         made = await turn()
     completion = made.completion if isinstance(made, Turn) else made
-    if request.stream and completion.tokens[: len(told)].tolist() != told:
+    both = min(len(told), len(completion.tokens))  # what was told behind a stop string is no part of the completion
+    if request.stream and completion.tokens[:both].tolist() != told[:both]:
         raise ApiError(503, "the response began anew on its way; send the request again", code="began_anew")
     return made
 

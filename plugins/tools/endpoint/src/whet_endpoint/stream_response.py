@@ -33,6 +33,16 @@ class _Running:
         self.unsent.append(tokens)
         return self.text.add(tokens.tokens)
 
+    def cut(self, count: int) -> None:
+        """Leave out the unsent tokens that were reported beyond so many: those behind a stop string."""
+        beyond = max(0, self.text.count - count)
+        while self.unsent and beyond:
+            last = self.unsent.pop()
+            kept = max(0, len(last.tokens) - beyond)
+            beyond -= len(last.tokens) - kept
+            if kept:
+                self.unsent.append(last.part(slice(kept)))
+
     def taken(self) -> list[Tokens]:
         unsent, self.unsent = self.unsent, []
         return unsent
@@ -89,9 +99,8 @@ def _rest(writer: Writer, running: list[_Running], choices: list[Choice]) -> Ite
     for index, (choice, one) in enumerate(zip(choices, running, strict=True)):
         left = tokens_of(choice, one.text.count)
         for begin in range(0, len(left.tokens), TOKENS_AT_A_TIME):
-            part = slice(begin, begin + TOKENS_AT_A_TIME)
-            top = left.likeliest and Likeliest(left.likeliest.tokens[part], left.likeliest.logprobs[part])
-            yield _written(writer, index, one, one.add(Tokens(left.tokens[part], left.logprobs[part], top)))
+            yield _written(writer, index, one, one.add(left.part(slice(begin, begin + TOKENS_AT_A_TIME))))
+        one.cut(len(choice.completion.tokens))
         yield _written(writer, index, one, one.text.end(choice))
     yield writer.end(choices, [one.taken() for one in running])
 
