@@ -84,12 +84,14 @@ def make_worker(folders: Callable[[str], Path], tmp_path: Path) -> Callable[...,
         folder: Path | None = None,
         role: str = "backend",
         device: str = "cpu",
+        trained: bool = True,
         **config: Any,
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
         scratch = str(tmp_path / "scratch")  # other tests at the same time have theirs
-        return Worker(WorkerRank(role, 0, 1, device=device), config, model, total_steps=10, scratch=scratch)
+        rank = WorkerRank(role, 0, 1, device=device)
+        return Worker(rank, config, model, total_steps=10, trained=trained, scratch=scratch)
 
     return make
 

@@ -127,9 +127,9 @@ def test_a_cut_off_file_is_reported_with_its_folder(make_worker, folders, tmp_pa
 def test_a_model_without_a_value_head_gets_one_only_where_it_is_trained(folders, tmp_path):
     info = read_model(folders())
     with pytest.raises(WhetError, match=r"has no value head \(score\.weight\), and nothing trains a new one here"):
-        load_model(info, "value", trained=False)
+        load_model(info, "value", draws=False)
     load_model(info, "value").save_pretrained(tmp_path / "trained")
-    load_model(read_model(tmp_path / "trained"), "value", trained=False)
+    load_model(read_model(tmp_path / "trained"), "value", draws=False)
 
 
 def test_pickled_weights_are_not_read(make_worker, folders, tmp_path):

@@ -189,6 +189,19 @@ def test_the_reference_of_a_run_from_an_adapter_is_that_adapter(make_worker, bat
     assert not np.array_equal(worker.score(batch, ("logprobs",), "base")["logprobs"], expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_not_trained_computes_with_its_adapter(make_worker, batch, folders, tmp_path, dtype):
+    reference = wrapped(folders())
+    reference.save_pretrained(tmp_path)
+    worker = make_worker(role="teacher", trained=False, dtype=dtype, lora={**LORA, "adapter": str(tmp_path)})
+    found, expected = worker.score(batch, ("logprobs",))["logprobs"], logprobs(reference, batch).detach().numpy()
+    plain = make_worker(dtype=dtype).score(batch, ("logprobs",))["logprobs"]
+    assert np.abs(found - expected).max() < (1e-4 if dtype == "float32" else 0.1 * np.abs(plain - expected).max())
+    assert not list(worker._stepper.held())
+    with pytest.raises(WhetError, match="frozen"):
+        worker.train(batch, WEIGHTED)
+
+
 def test_a_trial_changes_every_layer_and_not_what_is_trained(make_worker, batch):
     worker = make_worker(lora=LORA)
     before = {name: tensor.clone() for name, tensor in worker._weights.trained.items()}
@@ -434,6 +447,13 @@ def test_a_value_head_is_trained_whole_beside_the_adapter(make_worker, batch, tm
             base = AutoModelForSequenceClassification.from_pretrained(worker._info.path, num_labels=1)
             loaded = PeftModel.from_pretrained(base, tmp_path / dtype)
             assert torch.equal(loaded.base_model.model.score.weight, head)
+        judging = {"role": "judge", "trained": False, "head": "value", "dtype": dtype}
+        judge = make_worker(**judging, lora={**LORA, "adapter": str(tmp_path / dtype)})
+        assert np.array_equal(judge.score(batch, ("values",))["values"], values)
+    headless = make_worker(lora=LORA)
+    headless.save(str(tmp_path / "headless"))
+    with pytest.raises(WhetError, match="has no value head"):
+        make_worker(**judging, lora={**LORA, "adapter": str(tmp_path / "headless")})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -483,3 +503,6 @@ def test_the_plan_counts_the_parameters_of_the_adapter(make_worker, folders, fam
     assert terms["frozen weights in bfloat16"] == 2 * info.parameters
     assert terms["the model on its GPU as it is loaded, in bfloat16"] == 2 * info.parameters
     assert not any("reference" in what or what.startswith("AdamW") for what in terms)
+    frozen = {term.what for term in memory(Fsdp2Config(lora=LoraConfig(rank=4, adapter="there")), info, 1, False)}
+    assert "the adapter in float32" in frozen
+    assert "gradients of the adapter in float32" not in frozen

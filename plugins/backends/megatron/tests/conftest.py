@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from whet.data.batch import Batch
 from whet.interfaces.weights import TransferSpec
@@ -106,11 +107,12 @@ def build(place: Callable[[int], WorkerGroup], folders: Callable[..., Path], tmp
 
     def make(
         model: str | Path = "qwen3", ranks: int = 1, sizes: dict[str, Any] | None = None, dtype: str = "float32",
-        **config: Any,
+        *, trained: bool = True, **config: Any,
     ) -> MegatronBackend:  # fmt: skip
         made = MegatronConfig(**{"optimizer": OPTIMIZER, "parallel": ParallelConfig(**(sizes or {})), **config})
         folder, there = model if isinstance(model, Path) else folders(model), place(ranks) if ranks > 1 else None
         context = make_context(tmp_path / f"role-{len(built)}", "backend", folder, there, dtype=dtype)
+        context = evolve(context, trained=trained)
         built.append(MegatronBackend(made, context))
         return built[-1]
 

@@ -117,6 +117,15 @@ def test_three_steps_and_the_adapter_then_are_those_of_peft(build, reference, ma
     follows_peft(build, steps, after, make_batch, tmp_path / "saved", (name, *LAYOUTS[layout], options))
 
 
+@pytest.mark.parametrize("layout", ["one rank", "tensor 2", "pipeline 2"])
+def test_a_model_that_is_not_trained_computes_with_its_adapter(build, reference, make_batch, layout):
+    start, steps, _ = reference("qwen3")
+    options = {"lora": LoraConfig(rank=4, alpha=6.0, adapter=str(start))}
+    backend, batch = build("qwen3", *LAYOUTS[layout], **options, trained=False), make_batch(SEEDS[0])
+    found = backend.score(batch, ("logprobs",))["logprobs"]
+    assert -found.sum() / int(batch["loss_mask"].sum()) == pytest.approx(steps[0][0], rel=1e-4)
+
+
 EXPERTS = {
     "one rank, grouped": ("mixtral", 1, {}, True),
     "data 2": ("qwen3_moe", 2, {}, False),
@@ -321,6 +330,9 @@ def test_a_value_head_is_trained_whole_in_float32_beside_the_adapter(build, make
     again = build("qwen3", *split, **options, **FEW)
     again.load(tmp_path / "saved")
     assert np.array_equal(again.score(batches[0], ("values",))["values"], values)
+    start = evolve(LORA, adapter=str(tmp_path / "saved"))
+    judge = build("qwen3", *split, **{**options, "lora": start}, trained=False)
+    np.testing.assert_allclose(judge.score(batches[0], ("values",))["values"], values, atol=tolerance)
     head = load_file(tmp_path / "saved" / "adapter_model.safetensors")["base_model.model.score.weight"]
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=getattr(torch, dtype))
     assert head.dtype == torch.float32

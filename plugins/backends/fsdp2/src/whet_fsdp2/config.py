@@ -16,7 +16,7 @@ from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import known_teacher, outputs_of, teacher_problems
-from whet_training.lora_config import LoraConfig, adapter_info, adapter_parameters
+from whet_training.lora_config import LoraConfig, adapter_info, adapter_memory, adapter_parameters, computed
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 from whet_weights.lent import TRANSFORMERS
@@ -178,7 +178,7 @@ def sizes(config: Fsdp2Config, ranks: int) -> Sizes:
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
     model = headed(config, model)
-    sizes, low, lora = config.parallel, model.dtype == "bfloat16", config.lora if trained else None
+    sizes, low, lora = config.parallel, model.dtype == "bfloat16", computed(config.lora, trained)
     sharing = max(1, ranks // sizes.replicate)  # ranks that hold one copy of the model between them
     number = 2 if low else 4  # bytes of a number in the forward pass
     held = 4 if trained and lora is None else number  # only weights that are trained have float32 masters
@@ -203,9 +203,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
         if copied:
             yield computing(f"weights in bfloat16, which compute{over}", 2 * share)
     if lora is not None:
-        adapter, lower = adapter_parameters(lora, model), "lower backend.lora.rank"
-        yield MemoryTerm("the adapter and its moments in float32", 12 * adapter, change=lower)
-        yield MemoryTerm("gradients of the adapter in float32", 4 * adapter, kept_asleep=False, change=lower)
+        yield from adapter_memory(adapter_parameters(lora, model), trained)
     for name, info in _frozen(config, model):
         size = number * info.parameters // sharing
         yield MemoryTerm(f"weights of the {name}{over}", size, change=f"drop backend.{name}")

@@ -40,6 +40,8 @@ from whet_training import adapter_files
 from whet_training.export import copy_companions, set_padding, write_weights
 from whet_training.heads import read_teacher
 from whet_training.layout import Layout
+from whet_training.lora import has_head
+from whet_training.lora_config import LoraConfig, computed
 from whet_training.saving import Writer
 from whet_weights import lent
 from whet_weights.offload import Offload
@@ -90,7 +92,7 @@ class HeldModels:
         self._experts: Experts | None = None
         self._adapters: Adapters | None = None
         with self._memory.phase("loading"):
-            self._root, self._layout = self._build(model, trained)
+            self._root, self._layout = self._build(model, trained, computed(self._config.lora, trained))
             self._memory.count_mapped(map(local, self._root.model.parameters()))
         self._stored = StoredNames(self._root.model)
         copied = self._low and trained and self._ranks.grid.averaged == 1
@@ -129,25 +131,25 @@ class HeldModels:
         # An optimizer step makes the pages of trained weights memory of this process; frozen ones stay in the file.
         self._memory.count_mapped(local(one) for one in self._parameters() if not one.requires_grad)
 
-    def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
+    def _build(self, info: ModelInfo, trained: bool, lora: LoraConfig | None = None) -> tuple[AnyRoot, Layout]:
         config, ranks = self._config, self._ranks
         refuse_unfit(config.kernels, self._device.type, config.parallel.tensor)
         # Only weights that are trained have float32 masters.
-        mastered = (trained and config.lora is None) or not self._low
+        mastered = (trained and lora is None) or not self._low
         model = load_model(
             info, config.head, self._seed, dtype=torch.float32 if mastered else torch.bfloat16, ranks=ranks,
             reshard_after_forward=config.reshard_after_forward, low_precision=self._low and mastered,
-            trained=self._trained,
+            draws=self._trained or has_head(lora),
         )  # fmt: skip
         if ranks.size == 1:
             model.to(self._device)
-        if trained and config.lora is not None:
-            self._adapters = Adapters(model, config.lora, self._seed, config.head)
+        if lora is not None:
+            self._adapters = Adapters(model, lora, self._seed, config.head)
             self._adapters.to(self._device)
             self._base = adapter_files.base_digest(Path(info.path))
         if not trained:
             model.requires_grad_(False)
-        adapted = self._adapters.only_called() if trained and self._adapters is not None else nullcontext()
+        adapted = self._adapters.only_called() if lora is not None and self._adapters is not None else nullcontext()
         with adapted:
             root, layout = prepare(
                 model, config.layout, config.logprob_chunk, config.head, ranks.context, config.kernels,

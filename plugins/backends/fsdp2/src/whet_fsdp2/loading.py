@@ -48,12 +48,12 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 def load_model(
     info: ModelInfo, head: str = "lm", seed: int = 0, *, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None,
-    reshard_after_forward: bool = True, low_precision: bool = False, trained: bool = True,
+    reshard_after_forward: bool = True, low_precision: bool = False, draws: bool = True,
 ) -> Any:  # fmt: skip
     """Return the model of a local folder. Raises `WhetError` if weights are missing, odd, damaged or quantised.
 
     With several `ranks` each rank reads its shards only, and `low_precision` computes in bfloat16. If the folder has no
-    `value` head, a new head is drawn from the seed, for a model that is trained.
+    `value` head, a new head is drawn from the seed. Without `draws` that is an error.
     """
     import transformers
 
@@ -82,7 +82,7 @@ def load_model(
         raise WhetError(f"model.path: the model in {info.path} cannot be loaded: {error}") from error
     missing = report.get("missing_keys") or ()
     if head == "value" and NEW_HEAD in missing:
-        if not trained:
+        if not draws:
             raise WhetError(
                 f"model.path: the model in {info.path} has no value head ({NEW_HEAD}), and nothing trains a new one "
                 "here; give the folder of a reward model, such as the export of a run with the algorithm `rm`"

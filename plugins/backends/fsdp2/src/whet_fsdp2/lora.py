@@ -25,7 +25,7 @@ from whet_fsdp2.lora_layers import ExpertsForward, LinearForward, Slice, slice_o
 from whet_fsdp2.root import AnyRoot
 from whet_fsdp2.sharding import full
 from whet_fsdp2.weights import PolicyWeights, persistent_buffers
-from whet_training.lora import VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
+from whet_training.lora import HEAD_WEIGHT, VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
 from whet_training.lora_config import LoraConfig, chosen, matches
 from whet_weights import adapter as peft
 
@@ -179,7 +179,7 @@ class Adapters(AdapterSets):
                 name = self._modules[weight] + end
                 yield peft.PREFIX + name, peft.stored(name, matrix.detach())
         if self.head is not None:
-            yield f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach()
+            yield HEAD_WEIGHT, self.head.detach()
 
     def put(self, tensors: Mapping[str, Tensor], source: str) -> None:
         """Set all adapters, and a value head, from tensors as `stored` yields them. Raises `WhetError` if the model has
@@ -200,7 +200,7 @@ class Adapters(AdapterSets):
     def _load_start(self, folder: Path) -> None:
         tensors = read_start(folder, self.info)
         if self.head is not None:
-            tensors.setdefault(f"{peft.PREFIX}{VALUE_HEAD}.weight", self.head.detach())
+            tensors.setdefault(HEAD_WEIGHT, self.head.detach())
         self.put(tensors, f"backend.lora.adapter: {folder}")
 
     # With the weights of the model

@@ -38,6 +38,7 @@ from whet_memory.live_bytes import LiveBytes, fake_ranks, fake_tensors
 from whet_memory.timelines import Timeline, depths, shortened
 from whet_ops import logprobs
 from whet_training.layout import Layout
+from whet_training.lora_config import computed
 
 ROWS = "whet_packed_rows"
 """The attention of GPUs."""
@@ -64,7 +65,7 @@ def _trace(case: Case) -> dict[str, Timeline]:
     attention.register()
     root, adapters = _build(case, config, ranks, trained=case.trained)
     wanted = [case] * (config.reference and config.lora is None) + [_taught(case)[0]] * bool(config.teacher)
-    frozen = [_build(one, config, ranks, trained=False)[0] for one in wanted]
+    frozen = [_build(one, attrs.evolve(config, lora=None), ranks, trained=False)[0] for one in wanted]
     if config.teacher and isinstance(root, Root) and isinstance(frozen[-1], Root):
         root.teacher = (frozen[-1],)
     with fake_tensors() as live, _few_chunks(case.outputs), _experts_of_any_dtype(), _even_experts(live, case):
@@ -198,7 +199,7 @@ def _build(
     """Return the module on the meta device, sharded, with the shortcuts that `loading.prepare` would choose, and its
     adapters.
     """
-    low, lora = case.model.dtype == "bfloat16", config.lora if trained else None
+    low, lora = case.model.dtype == "bfloat16", computed(config.lora, trained)
     mastered = (trained and lora is None) or not low
     model = _model(case, config.head, torch.float32 if mastered else torch.bfloat16)
     if case.device == "cpu":

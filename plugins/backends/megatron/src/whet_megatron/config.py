@@ -21,7 +21,7 @@ from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import known_teacher, outputs_of, teacher_problems
-from whet_training.lora_config import LoraConfig, adapter_info, unmatched
+from whet_training.lora_config import LoraConfig, adapter_info, adapter_memory, computed, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
 
@@ -148,7 +148,7 @@ def forecast(config: MegatronConfig, model: ModelInfo) -> Forecast:
 
 def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
     """Yield the memory of one rank of the fullest stage; see `whet_megatron.memory`."""
-    lora = config.lora if trained else None
+    lora = computed(config.lora, trained)
     copies, multiple = 1 + (config.reference and lora is None), config.vocabulary_multiple
     yield from memory.terms(
         config.parallel, read(model), model.dtype, ranks, copies, multiple,
@@ -156,7 +156,7 @@ def memory_of(config: MegatronConfig, model: ModelInfo, ranks: int, trained: boo
     )  # fmt: skip
     if lora is not None:
         stages = (adapted(lora, model, config.parallel, stage) for stage in range(config.parallel.pipeline))
-        yield from memory.adapter(max(sum(one.parameters for one in stage) for stage in stages))
+        yield from adapter_memory(max(sum(one.parameters for one in stage) for stage in stages), trained)
     if config.teacher:  # one that is not here counts as large as the trained model
         found = known_teacher(config.teacher, model)
         held = memory.held(config.parallel, read(model if found is None or any(refusals(found)) else found), multiple)

@@ -35,6 +35,7 @@ from whet_megatron.lora_targets import Adapted, adapted
 from whet_megatron.parallel import ParallelConfig, padded_rows
 from whet_memory.case import Case, Peak, Peaks, Saving, Sizes
 from whet_training.heads import known_teacher
+from whet_training.lora_config import computed
 
 CHUNK_BYTES = 128 << 20
 """See `whet_ops.logprobs`, which imports torch."""
@@ -96,8 +97,8 @@ class Stage:
 
     @property
     def adapted(self) -> tuple[Adapted, ...]:
-        """Return the layers with adapters. Without adapters, and of a model that is not trained, there are none."""
-        lora = self.config.lora if self.case.trained else None
+        """Return the layers with adapters. Of a model that is not trained, there are none without `lora.adapter`."""
+        lora = computed(self.config.lora, self.case.trained)
         return tuple(adapted(lora, self.case.model, self.of, self.case.stage)) if lora else ()
 
     @property
@@ -161,7 +162,7 @@ def formulas(case: Case) -> Peaks:
     copies = 1 + (config.reference and config.lora is None)
     frozen = stage.number * copies * sum(stage.held) + _teacher(stage)
     if config.lora is not None:  # in float32, so that AdamW has no copies
-        frozen += 4 * sum(stage.trained)
+        frozen += 4 * (sum(stage.trained) if case.trained else sum(one.parameters for one in stage.adapted))
     gradients = 4 * sum(stage.trained)
     shared = memory.state(config.parallel, case.sizes.ranks, *stage.trained, sharded=config.optimizer.distributed)
     state = (12 if stage.low and stage.full else 8) * shared

@@ -35,6 +35,7 @@ from whet_ops.logprobs import LogitRule
 from whet_training import adapter_files
 from whet_training.export import copy_companions, join_parts, write_part
 from whet_training.heads import read_teacher
+from whet_training.lora_config import computed
 from whet_training.saving import Writer
 from whet_weights import lent
 from whet_weights.offload import Offload
@@ -86,7 +87,8 @@ class HeldModels:
         self._memory = PeakMeter(self._device, rank.role)
         with self._memory.phase("loading"):
             begin = self._config.load
-            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained, begin=begin)
+            lora = computed(self._config.lora, trained)
+            self._model = HeldModel(model, self._config, self._ranks, seed, trained=trained, lora=lora, begin=begin)
         self._frozen: dict[str, HeldModel] = {}
         if self._config.reference and self._model.adapters is None:
             self._frozen["reference"] = HeldModel(model, self._config, self._ranks, seed, trained=False, begin=begin)

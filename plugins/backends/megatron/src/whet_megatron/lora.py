@@ -21,7 +21,7 @@ from whet_megatron.lora_split import ExpertSplit, Split
 from whet_megatron.lora_targets import adapted_weights, is_adaptable, sizes_of
 from whet_megatron.rules import VALUE_HEAD as HEAD_RULE
 from whet_megatron.weights import ModelWeights, Ruled
-from whet_training.lora import VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
+from whet_training.lora import HEAD_WEIGHT, VALUE_HEAD, AdapterSets, Pair, drawn_a, read_start, refuse_others
 from whet_training.lora_config import LoraConfig
 from whet_weights import adapter as peft
 
@@ -222,7 +222,7 @@ class Adapters(AdapterSets):
             for target, part in zip(pair, self._part(weight, a, b), strict=True):
                 target.data.copy_(part)
         if self.head is not None:
-            self.head.data.copy_(tensors[f"{peft.PREFIX}{VALUE_HEAD}.weight"])
+            self.head.data.copy_(tensors[HEAD_WEIGHT])
 
     def peft_config(self, base: str) -> dict[str, Any]:
         """Return the content of `adapter_config.json`."""
@@ -232,7 +232,7 @@ class Adapters(AdapterSets):
 
     def _load_start(self, folder: Path) -> None:
         tensors = read_start(folder, self.info)
-        if self._weights.value and (name := f"{peft.PREFIX}{VALUE_HEAD}.weight") not in tensors:
+        if self._weights.value and (name := HEAD_WEIGHT) not in tensors:
             # On other stages than the last one only the shape counts.
             tensors[name] = torch.zeros(1, self._arch.hidden) if self.head is None else self.head.detach()
         self.refuse_others(tensors, f"backend.lora.adapter: {folder}")

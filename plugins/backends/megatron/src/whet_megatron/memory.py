@@ -35,13 +35,6 @@ def held(
     return outer + layers * (attention + norms + router), layers * one * model.experts // sizes.expert
 
 
-def adapter(held: int) -> Iterator[MemoryTerm]:
-    """Yield the memory of so many parameters of adapters on a rank."""
-    lower = "lower backend.lora.rank"
-    yield MemoryTerm("the adapter and its moments in float32", 12 * held, change=lower)
-    yield MemoryTerm("gradients of the adapter in float32", 4 * held, kept_asleep=False, change=lower)
-
-
 def state(sizes: ParallelConfig, ranks: int, dense: int, sparse: int, *, sharded: bool) -> int:
     """Return the parameters of which a rank holds the optimizer's state, which data-parallel ranks share out if it is
     `sharded`.

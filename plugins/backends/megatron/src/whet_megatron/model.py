@@ -21,6 +21,8 @@ from whet_megatron.lora import Adapters
 from whet_megatron.parallel import padded_rows
 from whet_megatron.weights import ModelWeights
 from whet_training.adapter_files import base_digest
+from whet_training.lora import has_head
+from whet_training.lora_config import LoraConfig
 
 
 class ValueHead(nn.Module):
@@ -41,11 +43,13 @@ class HeldModel:
     """The stages that a rank holds of one model."""
 
     def __init__(
-        self, info: ModelInfo, config: MegatronConfig, ranks: Ranks, seed: int, *, trained: bool, begin: str = ""
-    ) -> None:
+        self, info: ModelInfo, config: MegatronConfig, ranks: Ranks, seed: int,
+        *, trained: bool, lora: LoraConfig | None = None, begin: str = "",
+    ) -> None:  # fmt: skip
         """Build the stages and read their weights. Raises `WhetError` if weights are missing or of another shape.
 
-        `begin`: a checkpoint of Megatron with the weights. Empty: they are in the model folder.
+        `lora`: the adapters with which it computes. `begin`: a checkpoint of Megatron with the weights. Empty: they are
+        in the model folder.
         """
         self.architecture, self.path = architecture.read(info), info.path
         self.dtype = torch.bfloat16 if info.dtype == "bfloat16" else torch.float32
@@ -55,7 +59,8 @@ class HeldModel:
         self._ranks, self._multiple = ranks, config.vocabulary_multiple
         stages = [self._stage(number) for number in range(config.parallel.virtual)]
         self.weights = ModelWeights(stages, self.architecture, info, ranks, value=self.value)
-        drawn = _drawn_head(self.architecture.hidden, seed) if self.value and (trained or config.reference) else None
+        draws = self.value and (trained or config.reference or has_head(lora))
+        drawn = _drawn_head(self.architecture.hidden, seed) if draws else None
         if begin:
             foreign.load(begin, self.weights, new_head=drawn)
         else:
@@ -64,8 +69,8 @@ class HeldModel:
         self.adapters: Adapters | None = None
         self.base = ""
         """The digest of the weights that adapters are trained on."""
-        if trained and config.lora is not None:
-            self.adapters = Adapters(self.weights, self.architecture, config.lora, seed, info.architecture)
+        if lora is not None:
+            self.adapters = Adapters(self.weights, self.architecture, lora, seed, info.architecture)
             self.weights.computing = self.adapters.computing
             self.base = base_digest(Path(info.path))
         self.chunks: list[Any] = [self._wrapped(stage, config, number, trained) for number, stage in enumerate(lowered)]

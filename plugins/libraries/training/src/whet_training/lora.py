@@ -28,6 +28,8 @@ TRIAL_SIZE = 0.3
 models have about 1, so a trial changes every layer clearly and breaks none."""
 VALUE_HEAD = "score"
 """The module of a value head, which is trained whole beside adapters and stored with them."""
+HEAD_WEIGHT = f"{peft.PREFIX}{VALUE_HEAD}.weight"
+"""PEFT's name of its weight."""
 
 
 class AdapterSets:
@@ -122,6 +124,11 @@ def read_start(folder: Path, info: AdapterInfo) -> dict[str, Tensor]:
     config, tensors = peft.read_peft(folder)
     refuse_other_scaling(config, info, folder)
     return tensors
+
+
+def has_head(lora: LoraConfig | None) -> bool:
+    """Return whether the adapter that a model starts from comes with a value head."""
+    return lora is not None and bool(lora.adapter) and HEAD_WEIGHT in peft.read_peft(Path(lora.adapter))[1]
 
 
 def refuse_other_scaling(config: Mapping[str, Any], info: AdapterInfo, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, min_len
 
-from whet.component import AdapterInfo, Problem
+from whet.component import AdapterInfo, MemoryTerm, Problem
 from whet.config.bounds import FACTOR, above, between
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
@@ -36,10 +36,15 @@ class LoraConfig:
     """Whether the weights of experts that are stacked in one tensor get adapters, too."""
     adapter: str = field(default="", metadata={"path": True})
     """Folder of an adapter in PEFT's format to start from. It must have the same rank, alpha and targets. The reference
-    policy then has this adapter. Empty: A is random and B is zero."""
+    policy then has this adapter. A role that is not trained computes with it. Empty: A is random and B is zero."""
     export: Literal["merged", "adapter"] = "merged"
     """What an export is. `merged`: a model folder with the adapter added to the weights. `adapter`: the adapter alone,
     in PEFT's format."""
+
+
+def computed(lora: LoraConfig | None, trained: bool) -> LoraConfig | None:
+    """Return the section where a model computes with adapters. One that is not trained does with an `adapter` alone."""
+    return lora if lora is not None and (trained or lora.adapter) else None
 
 
 def problems(lora: LoraConfig | None, config: Config, path: str) -> Iterator[Problem]:
@@ -89,6 +94,16 @@ def adapter_info(config: LoraConfig) -> AdapterInfo:
     """Return what a receiver must know of the adapter."""
     kinds = ("linear", "experts") if config.experts else ("linear",)
     return AdapterInfo(config.rank, config.alpha, config.rslora, kinds)
+
+
+def adapter_memory(parameters: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Yield the memory of so many parameters of adapters on a rank."""
+    if not trained:
+        yield MemoryTerm("the adapter in float32", 4 * parameters)
+        return
+    lower = "lower backend.lora.rank"
+    yield MemoryTerm("the adapter and its moments in float32", 12 * parameters, change=lower)
+    yield MemoryTerm("gradients of the adapter in float32", 4 * parameters, kept_asleep=False, change=lower)
 
 
 def adapter_parameters(config: LoraConfig, model: ModelInfo) -> int:
