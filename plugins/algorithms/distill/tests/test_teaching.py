@@ -186,8 +186,10 @@ def test_likeliest_tokens_are_those_that_all_models_have(tmp_path, tiny_model_fo
             return -places.astype(np.float32)
         return np.where(places % 2, rows + places, places).astype(np.int32)  # every other one is padding
 
-    made = parts(tiny_model_folder, teacher=1)
-    made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
+    made = parts(tiny_model_folder, teacher=1, judge=1)
+    other = make_model(tmp_path / "judge", make_tokenizer(["quite other words 99"], vocab_size=40))
+    folders = {"teacher": folder, "judge": other}  # the judge of an environment reads no tokens of the policy
+    made.config.roles = {name: SimpleNamespace(model=ModelSection(str(one))) for name, one in folders.items()}
     made.roles["teacher"] = made.backend = SimpleNamespace(
         score=lambda batch, outputs: {name: likeliest(name, batch) for name in outputs}
     )

@@ -39,8 +39,9 @@ class Teaching:
         trained = parts.config.backend
         if trained and (beside := getattr(trained.config, "teacher", "")):
             refuse_other_tokens("backend.teacher", locate(beside, config_only=True), parts.chat.folder)
-        rows = dict.fromkeys(parts.roles, model.vocab_size)
-        rows |= {name: read_model(folder).vocab_size for name, folder in folders_of_roles(parts).items()}
+        names = {TEACHER, *self._teachers.values()} & parts.roles.keys()  # environments may have roles of their own
+        rows = dict.fromkeys(names, model.vocab_size)
+        rows |= {name: read_model(folder).vocab_size for name, folder in folders_of_roles(parts, names).items()}
         self._shared_rows = min([model.vocab_size, *rows.values()])
         asked = min(rows.values(), default=0) if config.topk_of == "teacher" else model.vocab_size
         self._k = min(config.topk + SPARE * (len({model.vocab_size, *rows.values()}) > 1), asked)

@@ -46,7 +46,7 @@ class Ppo:
 
     def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last. Raises `ConfigError` if the critic has other tokens."""
-        folders_of_roles(parts)
+        folders_of_roles(parts, {CRITIC})
         config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
         reference = wants_reference(config, config.loss)
         value_loss, run = to_spec(config.value_loss), parts.config.rollout

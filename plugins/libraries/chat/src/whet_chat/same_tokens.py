@@ -1,5 +1,6 @@
 """Whether two models speak of the same tokens: without that, the numbers of one mean nothing to the other."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,14 @@ if TYPE_CHECKING:
 _SHOWN = 3
 
 
-def folders_of_roles(parts: "Parts") -> dict[str, Path]:
-    """Return the model folder of each role of an algorithm that has a model of its own.
+def folders_of_roles(parts: "Parts", names: Collection[str]) -> dict[str, Path]:
+    """Return the model folder of each role with a model of its own, of those that read the policy's tokens: `names`.
 
     Raises `ConfigError` where one does not have the tokens of the policy.
     """
     folders = dict[str, Path]()
     for name, role in parts.config.roles.items():
-        if name in parts.roles and role.model:
+        if name in names and name in parts.roles and role.model:
             folders[name] = locate(role.model.path, role.model.revision, config_only=True)
             refuse_other_tokens(f"roles.{name}.model", folders[name], parts.chat.folder)
     return folders
