@@ -115,6 +115,22 @@ def test_what_is_of_the_policy_alone_is_not_taken_over(config, tiny_model_folder
     assert asked.component.config.reference
 
 
+def test_an_adapter_is_taken_over_with_the_model_that_it_is_of(config):
+    overrides = ["backend.lora={rank: 2, adapter: begin}", "roles.teacher={like: backend}"]
+
+    def adapters(*more):
+        roles = load_config(config, [*overrides, *more]).config.roles
+        return {name: (role.component.config.lora.rank, role.component.config.lora.adapter) for name, role in roles.items()}
+
+    assert adapters() == {"critic": (2, "begin"), "teacher": (2, "begin"), "judge": (2, "")}
+    assert adapters("roles.judge.lora.adapter=own")["judge"] == (2, "own")
+    roles = load_config(config, ["backend.lora=null"]).config.roles
+    assert roles["judge"].component.config.lora is None
+    overrides[1:] = ["backend.use=megatron", "backend.load=weights", "backend.lora=null", "roles.teacher={like: backend}"]
+    loads = {n: role.component.config.load for n, role in load_config(config, overrides).config.roles.items()}
+    assert loads == {"critic": "weights", "teacher": "weights", "judge": ""}
+
+
 def test_roles_that_are_missing_unwanted_or_cannot_do_it_are_named(config):
     wrong = [
         (["roles.critic.head=lm"], "roles.critic: must give the model output 'values'; it gives entropy"),

@@ -63,13 +63,17 @@ def laid_over(document: dict[str, Any], layer: Layer) -> dict[str, Any]:
 
 def merged(base: Any, top: Any) -> Any:
     """Return `base` with `top` over it: mappings key by key, all else whole. Another component replaces all keys."""
-    if isinstance(base, str) and isinstance(top, dict):
-        base = {"use": base}  # `loss: NAME` extended by `loss: {KEY: VALUE}`
+    base = in_full(base)  # `loss: NAME` extended by `loss: {KEY: VALUE}`
     if not isinstance(base, dict) or not isinstance(top, dict):
         return top
     if "use" in top and "use" in base and top["use"] != base["use"]:
         return top
     return {**base, **{key: merged(base[key], item) if key in base else item for key, item in top.items()}}
+
+
+def in_full(value: Any) -> Any:
+    """Return a value with the short form of `use:` written out."""
+    return {"use": value} if isinstance(value, str) else value
 
 
 def read_override(override: str) -> Layer:
@@ -97,8 +101,7 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
         items: list[Any] = list(container)
         items[index] = _replaced(items[index], keys[1:], value, here)
         return items
-    if isinstance(container, str):
-        container = {"use": container}
+    container = in_full(container)
     if container is not None and not isinstance(container, dict):
         raise ConfigError(f"{here}: {path} is {found_words(container)} and has no keys")
     if container is None and key.isdecimal():
@@ -110,11 +113,7 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 def _called(items: Sequence[Any]) -> str:
     """Return which items of a list have which names."""
-    given = [
-        item if isinstance(item, str) else item.get("name", item.get("use"))
-        for item in items
-        if isinstance(item, str | dict)
-    ]
+    given = [item.get("name", item.get("use")) for item in map(in_full, items) if isinstance(item, dict)]
     named = [f"{i}: {name}" for i, name in enumerate(given) if isinstance(name, str)]
     return f" ({', '.join(named)})" if len(named) == len(items) and named else ""
 
@@ -143,8 +142,7 @@ def _given(layer: Layer, path: KeyPath) -> Any:
 
 def _at(value: Any, path: KeyPath) -> Any:
     for key in path:
-        if isinstance(value, str):  # the short form of `use:`
-            value = {"use": value}
+        value = in_full(value)
         if isinstance(value, Mapping):
             value = next((item for name, item in value.items() if str(name) == key), _MISSING)
         elif isinstance(value, list) and key.isdecimal() and int(key[:9]) < len(value):
@@ -191,8 +189,7 @@ def _placed(problem: str, history: Sequence[tuple[Layer, dict[str, Any]]]) -> st
 
 def _keys(path: str, value: Any) -> KeyPath:
     """Return the keys of a problem's path, as far as they exist in the document."""
-    if isinstance(value, str):  # the short form of `use:`
-        value = {"use": value}
+    value = in_full(value)
     items = list(enumerate(value)) if isinstance(value, list) else list(getattr(value, "items", dict)())
     for key, item in items:
         name = path_segment(key)

@@ -14,7 +14,7 @@ from whet.config.renamed import renewed
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError, PluginError
-from whet.plan.layers import Layer, laid_over, merged, placing, read_override
+from whet.plan.layers import Layer, in_full, laid_over, merged, placing, read_override, stages
 from whet.plugins.catalog import catalog
 from whet.plugins.endpoints import missing_endpoints
 from whet.plugins.registry import Registry, load_plugins
@@ -109,26 +109,26 @@ def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]
     for name, role in roles.items() if isinstance(roles, dict) else ():
         like = role.get("like") if isinstance(role, dict) else None
         if like in ("backend", "generator") and (section := document.get(like)) is not None:
-            value = {"use": section} if isinstance(section, str) else _shareable(section, f"{like}s", registry)
+            value = _shareable(in_full(section), f"{like}s", registry, own_model=bool(role.get("model")))
             yield Layer("extends", f"roles.{name}.like: {like}", Document(value), ("roles", name))
 
 
-def _shareable(section: Any, kind: Any, registry: Registry) -> Any:
-    """Leave out what is of the policy alone; a section that holds something else is refused when it is structured."""
+def _shareable(section: Any, kind: Any, registry: Registry, own_model: bool) -> Any:
+    """Return what a role takes over: all that is neither of the policy alone nor, with `own_model`, of its weights."""
     use = section.get("use") if isinstance(section, dict) else None
     try:
         component = registry.find(kind, str(use)).component
     except PluginError:
-        return section
-    own = {field.alias for field in fields(component.config) if field.metadata.get("policy")}
-    return {key: value for key, value in section.items() if key not in own}
+        return section  # it is refused when it is structured
+    metadata = {field.alias: field.metadata for field in fields(component.config)}
+    kept = {key: value for key, value in section.items() if not metadata.get(key, {}).get("policy")}
+    others = {key: metadata[key]["other_models"] for key in kept if "other_models" in metadata.get(key, {}) and kept[key]}
+    return merged(kept, others) if own_model else kept
 
 
 def load_files_of(path: str | Path, registry: Registry) -> list[str]:
     """Load the single-file plugins that a config names, whatever else is in it; give what is wrong with them."""
-    document = dict[str, Any]()
-    for layer in _read_chain(Path(path), (), "")[0]:
-        document = laid_over(document, layer)
+    *_, (_, document) = stages(_read_chain(Path(path), (), "")[0])
     return list(_load_files(document.get("plugins"), registry))
 
 

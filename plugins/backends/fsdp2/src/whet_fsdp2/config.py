@@ -16,7 +16,7 @@ from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import known_teacher, outputs_of, teacher_problems
-from whet_training.lora_config import LoraConfig, adapter_info, adapter_memory, adapter_parameters, computed
+from whet_training.lora_config import OF_ONE_MODEL, LoraConfig, adapter_info, adapter_memory, adapter_parameters, computed
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 from whet_weights.lent import TRANSFORMERS
@@ -110,7 +110,7 @@ class Fsdp2Config:
     brings them to the GPU part by part. Numbers are bitwise the same; a step takes the time of the copies longer."""
     reshard_after_forward: bool = True
     """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = attrs.field(default=None, metadata=OF_ONE_MODEL)
     """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
     """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference. With

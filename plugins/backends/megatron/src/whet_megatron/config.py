@@ -21,7 +21,7 @@ from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import known_teacher, outputs_of, teacher_problems
-from whet_training.lora_config import LoraConfig, adapter_info, adapter_memory, computed, unmatched
+from whet_training.lora_config import OF_ONE_MODEL, LoraConfig, adapter_info, adapter_memory, computed, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
 
@@ -91,11 +91,11 @@ class MegatronConfig:
     vocabulary_multiple: int = field(default=64, validator=between(1, 65_536))
     """The rows of embedding and head on each rank are padded to a multiple of it, because GPUs multiply such matrices
     faster. Padding takes no part in any result, and no export has it."""
-    load: str = attrs.field(default="", metadata={"path": True})
+    load: str = attrs.field(default="", metadata={"path": True, "other_models": ""})
     """Folder of a checkpoint in the format `torch_dist`, of Megatron-LM or another user of Megatron Core. The run
     begins with its weights in place of those in `model.path`, which gives config and tokenizer. Any parallelism may
     have written it. Its optimizer is not read, and nothing that it holds is run: an index with code is refused."""
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = attrs.field(default=None, metadata=OF_ONE_MODEL)
     """Train a small adapter instead of all weights. null: train all weights."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
     """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference. With

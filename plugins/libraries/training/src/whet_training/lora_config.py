@@ -42,6 +42,10 @@ class LoraConfig:
     in PEFT's format."""
 
 
+OF_ONE_MODEL = {"other_models": {"adapter": ""}}
+"""Metadata of a field `lora`: what a role with a model of its own has in the place of the policy's adapter."""
+
+
 def computed(lora: LoraConfig | None, trained: bool) -> LoraConfig | None:
     """Return the section where a model computes with adapters. One that is not trained does with an `adapter` alone."""
     return lora if lora is not None and (trained or lora.adapter) else None
