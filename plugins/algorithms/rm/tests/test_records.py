@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from whet.config.structure import structure
-from whet.data.messages import Message
+from whet.data.messages import Message, conversation
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError
 from whet.plugins.registry import load_plugins
@@ -35,6 +37,22 @@ def test_texts_are_scored_behind_their_end_token_without_a_template(chat, record
         assert one["loss_mask"].nonzero()[0].tolist() == [len(one["tokens"]) - 1]
     with pytest.raises(DataError, match="must be a string"):
         encode({"chosen": [{"role": "user", "content": "x"}], "rejected": "y"}, chat, {}, plain=True)
+
+
+def test_a_judge_reads_plain_texts_as_in_training_by_the_template_of_the_guide(tiny_model_folder, chat):
+    guide = (Path(__file__).parents[4] / "docs/how-to/reward-model.md").read_text(encoding="utf-8")
+    template = guide.partition("file=plain.jinja\n")[2].partition("```")[0].rstrip()
+    talk = conversation([Message("user", "6*7 ="), Message("assistant", " 42")])
+    read = ChatTokenizer(tiny_model_folder, template).training(talk, "last").tokens
+    record = {"prompt": "6*7 =", "chosen": " 42", "rejected": " 43"}
+    assert read.tolist() == encode(record, chat, {}, plain=True)[0]["tokens"][:-1].tolist()
+
+
+@pytest.mark.parametrize(("plain", "template"), [(True, ""), (True, "{{ messages }}"), (False, "")])
+def test_check_says_that_a_judge_uses_a_template(plain, template):
+    config = structure({"plain": plain, "loss": "bradley-terry"}, RmConfig, load_plugins())
+    notes = rm_facts(config, ModelInfo("m", chat_template=template)).notes
+    assert bool(notes) == (plain and not template)
 
 
 def test_the_column_of_the_tools_can_have_another_name(tiny_model_folder):

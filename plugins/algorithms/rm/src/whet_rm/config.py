@@ -17,6 +17,12 @@ FIELDS = (*PAIR_FIELDS, MARGIN, TOOLS)
 """The columns of a record: those of a pair, by how much its chosen response is better, and the tools of both."""
 
 
+PLAIN = (
+    "algorithm.plain: scores are of texts without a chat template, and a judge uses that of the exported model; for a "
+    "judge set model.chat_template to one that writes the texts alone"
+)
+
+
 def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
     unknown = [name for name in value if name not in FIELDS]
     if unknown:
@@ -34,7 +40,8 @@ class RmConfig:
     `{prompt: question, chosen: better}`."""
     plain: bool = False
     """Take prompt and responses as texts that go on without a chat template, as models that are not tuned for chat have
-    it. Without a prompt, it is what both texts begin with."""
+    it. Without a prompt, it is what both texts begin with. A judge uses a chat template all the same: that of its
+    `model.chat_template` should write the texts alone."""
     loss: Selection = selection("losses", "bradley-terry")
     """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
@@ -75,6 +82,7 @@ def rm_facts(config: RmConfig, model: ModelInfo) -> AlgorithmFacts:
         records_per_step=config.batch_size,
         columns_written=frozenset({"chosen", *margin}),
         columns_essential=frozenset({"chosen"}),
+        notes=(PLAIN,) * (config.plain and not model.chat_template),
     )
 
 
