@@ -120,13 +120,20 @@ def test_an_adapter_is_taken_over_with_the_model_that_it_is_of(config):
 
     def adapters(*more):
         roles = load_config(config, [*overrides, *more]).config.roles
-        return {name: (role.component.config.lora.rank, role.component.config.lora.adapter) for name, role in roles.items()}
+        return {
+            name: (role.component.config.lora.rank, role.component.config.lora.adapter) for name, role in roles.items()
+        }
 
     assert adapters() == {"critic": (2, "begin"), "teacher": (2, "begin"), "judge": (2, "")}
     assert adapters("roles.judge.lora.adapter=own")["judge"] == (2, "own")
     roles = load_config(config, ["backend.lora=null"]).config.roles
     assert roles["judge"].component.config.lora is None
-    overrides[1:] = ["backend.use=megatron", "backend.load=weights", "backend.lora=null", "roles.teacher={like: backend}"]
+    overrides[1:] = [
+        "backend.use=megatron",
+        "backend.load=weights",
+        "backend.lora=null",
+        "roles.teacher={like: backend}",
+    ]
     loads = {n: role.component.config.load for n, role in load_config(config, overrides).config.roles.items()}
     assert loads == {"critic": "weights", "teacher": "weights", "judge": ""}
 

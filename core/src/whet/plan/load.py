@@ -122,7 +122,9 @@ def _shareable(section: Any, kind: Any, registry: Registry, own_model: bool) -> 
         return section  # it is refused when it is structured
     metadata = {field.alias: field.metadata for field in fields(component.config)}
     kept = {key: value for key, value in section.items() if not metadata.get(key, {}).get("policy")}
-    others = {key: metadata[key]["other_models"] for key in kept if "other_models" in metadata.get(key, {}) and kept[key]}
+    others = {
+        key: metadata[key]["other_models"] for key in kept if "other_models" in metadata.get(key, {}) and kept[key]
+    }
     return merged(kept, others) if own_model else kept
 
 

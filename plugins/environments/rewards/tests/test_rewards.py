@@ -538,6 +538,32 @@ def test_a_reward_that_fails_is_named(given: Any, message: str) -> None:
         totals(environment, task, [episode(task, "4", {"correct": 1.0})])
 
 
+class Compared:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def of_group(self, episodes: Sequence[Finished]) -> Any:
+        return self.values
+
+
+def test_a_comparison_may_be_async() -> None:
+    class Asked(Compared):
+        async def of_group(self, episodes: Sequence[Finished]) -> Any:
+            return self.values
+
+    environment, task = with_reward("mine", Asked([2.0, 3.0])), Task("?", {"answer": "4"})
+    assert totals(environment, task, [episode(task, text, {"correct": 1.0}) for text in ("4", "5")]) == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [({0: 1.0}, "a mapping"), ({1.0}, r"set \{1\.0\}"), ("1", "the text '1'")], ids=str
+)
+def test_values_that_have_no_order_are_refused(values: Any, found: str) -> None:
+    environment, task = with_reward("mine", Compared(values)), Task("?", {"answer": "4"})
+    with pytest.raises(EpisodeError, match=f"^the reward 'mine' failed: .*`of_group` returned {found}, wanted a list"):
+        totals(environment, task, [episode(task, "4", {"correct": 1.0})])
+
+
 def test_an_error_of_the_infrastructure_keeps_its_type_and_a_missing_value_is_counted() -> None:
     class Compared:
         values: Any = ()

@@ -119,12 +119,23 @@ def test_a_term_that_has_nothing_to_learn_needs_no_gradient(batch: Batch) -> Non
     assert float(objective(Nothing(), batch)[0]) == 0.0
 
 
-def test_counts_of_other_terms_are_refused(batch: Batch) -> None:
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({}, "^the loss Miscounted has counts of none, and weights of policy"),
+        (None, "^`counts` of the loss Miscounted returned None, wanted a mapping of terms to numbers"),
+        (3.0, "^`counts` of the loss Miscounted returned 3.0, wanted a mapping"),
+        ({"policy": -3.0}, "^the count of policy of the loss Miscounted is -3.0, wanted a number that is not below 0"),
+        ({"policy": torch.tensor(float("nan"))}, r"^the count of policy .* is tensor\(nan\), wanted a number"),
+        ({"policy": None}, "^the count of policy .* is None, wanted a number"),
+    ],
+)
+def test_counts_that_are_none_are_refused(batch: Batch, counts: Any, message: str) -> None:
     class Miscounted(Sum):
         def counts(self, batch: Batch) -> Any:
-            return {}
+            return counts
 
-    with pytest.raises(WhetError, match="the loss Miscounted has counts of none, and weights of policy"):
+    with pytest.raises(WhetError, match=message):
         objective(Miscounted(), batch)
 
 

@@ -16,7 +16,14 @@ from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
 from whet_training.heads import known_teacher, outputs_of, teacher_problems
-from whet_training.lora_config import OF_ONE_MODEL, LoraConfig, adapter_info, adapter_memory, adapter_parameters, computed
+from whet_training.lora_config import (
+    OF_ONE_MODEL,
+    LoraConfig,
+    adapter_info,
+    adapter_memory,
+    adapter_parameters,
+    computed,
+)
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup
 from whet_weights.lent import TRANSFORMERS

@@ -2,10 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any as Anything
 
 from whet.config.build import build_selection
+from whet.config.messages import found_words
 from whet.errors import DataError
 from whet_data.finished import Finished, GroupReward
 from whet_env_rewards.config import AllConfig, AnyConfig, RewardSection
@@ -51,6 +52,15 @@ async def graded(reward: Anything, episode: Finished) -> float:
     """Return the value of a reward, which may be an async function."""
     value = reward(episode)
     return float(await value if inspect.isawaitable(value) else value)
+
+
+async def compared(reward: GroupReward, episodes: Sequence[Finished]) -> list[float]:
+    """Return the value of each episode of a group. Raises `TypeError` for values that have no order."""
+    found = reward.of_group(episodes)
+    values: Iterable[float] = await found if inspect.isawaitable(found) else found
+    if isinstance(values, str | bytes | Mapping | Set):
+        raise TypeError(f"`of_group` returned {found_words(values)}, wanted a list with a number for each episode")
+    return list(values)
 
 
 def closed(reward: object) -> None:

@@ -21,7 +21,7 @@ from whet.rollout.collate import response_length
 from whet.rollout.rewards import total_reward
 from whet_data.finished import Finished, GroupReward
 from whet_data.source import opened
-from whet_env_rewards.combined import built, closed, graded
+from whet_env_rewards.combined import built, closed, compared, graded
 from whet_env_rewards.config import RewardedConfig
 
 _EXTENSIONS = ("difficulty", "adapted", "observe", "state", "load")
@@ -80,7 +80,7 @@ class Rewarded:
             finished = [self._finished(task, e, own) for e, own in zip(episodes, found, strict=True)]
             with _named(name):
                 if isinstance(reward, GroupReward):
-                    values = list(reward.of_group(finished))
+                    values = await compared(reward, finished)
                 else:
                     values = [await _decided(reward, one) for one in finished]
             if len(values) != len(finished):

@@ -37,5 +37,5 @@ class Reward(Protocol):
 class GroupReward(Protocol):
     """A reward that compares the episodes of a group, in place of a `Reward`."""
 
-    def of_group(self, episodes: Sequence[Finished]) -> Sequence[float]:
+    def of_group(self, episodes: Sequence[Finished]) -> Sequence[float] | Awaitable[Sequence[float]]:
         """Return the reward of each episode of a group."""

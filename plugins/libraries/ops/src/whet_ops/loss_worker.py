@@ -75,9 +75,17 @@ class LossWorker:
     def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
         """Return the count of each term over all ranks."""
         names = list(loss.weights)
-        mine = loss.counts(self._tensors(batch)) if batch.sequences else dict.fromkeys(names, 0.0)
+        mine: Any = loss.counts(self._tensors(batch)) if batch.sequences else dict.fromkeys(names, 0.0)
+        who = f"the loss {name_of(loss)}"
+        if not isinstance(mine, Mapping):
+            raise WhetError(f"`counts` of {who} returned {mine!r:.60}, wanted a mapping of terms to numbers")
         if set(names) != set(mine):
-            raise WhetError(f"the loss {name_of(loss)} has counts of {_listed(mine)}, and weights of {_listed(names)}")
+            raise WhetError(f"{who} has counts of {_listed(mine)}, and weights of {_listed(names)}")
+        if odd := {name: value for name, value in mine.items() if not _is_count(value)}:
+            name, value = odd.popitem()
+            raise WhetError(
+                f"the count of {name} of {who} is {value!r:.60}, wanted a number that is not below 0: {_COUNTS}"
+            )
         counts = self._ranks.sum([float(mine[name]) for name in names])
         if not any(counts) and not self._counted_nothing:
             self._warn_of_nothing(loss, batch)
@@ -181,6 +189,13 @@ def _refuse_result(loss: Loss, result: Any, outputs: Mapping[str, Tensor]) -> No
             raise WhetError(f"the term {name} of {who} is {found}, wanted a tensor of one number: the sum")
         if learns and not value.requires_grad and value != 0:
             raise WhetError(f"the term {name} of {who} has no gradient, so it trains nothing: is it detached?")
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return 0 <= float(value) < math.inf
+    except (TypeError, ValueError):
+        return False
 
 
 def _listed(names: Iterable[str]) -> str:
