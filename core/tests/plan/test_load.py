@@ -78,6 +78,12 @@ def test_a_mapping_is_a_config_whose_problems_have_no_line(offers: Registry, tmp
         load_config({"extends": "gone.yaml"}, [], offers)
 
 
+@pytest.mark.parametrize("source", [None, 5])
+def test_a_source_that_is_no_config_is_refused(offers: Registry, source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^wanted the path of a config file or a mapping of its sections, found "):
+        load_config(source, (), offers)
+
+
 def test_precedence_is_default_extends_file_override(load: Any, tmp_path: Path) -> None:
     write(tmp_path / "oldest.yaml", {"run": {"seed": 1, "keep": 1, "save_every": 1, "steps": 9}})
     write(tmp_path / "base.yaml", {"extends": "oldest.yaml", "run": {"keep": 3, "save_every": 3}})
@@ -165,6 +171,8 @@ def test_overrides_are_yaml_at_a_path(load: Any) -> None:
         ("run.steps.x=3", "run.steps.x: run.steps is the number 1 and has no keys"),
         ("run.steps", "the override 'run.steps' is not of the form key.path=value"),
         ("=3", "the override '=3' is not of the form key.path=value"),
+        (["run.steps=3"], "an override is a text key.path=value, found a list; unpack a list by *"),
+        ({"run": {"steps": 3}}, "an override is a text key.path=value, found a mapping"),
         ("run..steps=3", "the override 'run..steps=3' is not of the form key.path=value"),
         ("run.steps=[", "the override 'run.steps=[':1:2: "),
         ("run.steps={a: 1, a: 2}", "the override 'run.steps={a: 1, a: 2}':1: the key 'a' is given twice"),
@@ -175,10 +183,10 @@ def test_overrides_are_yaml_at_a_path(load: Any) -> None:
         ("a.b.0=3", "a.b.0: the file has no list at a.b; give it whole, a.b=[...], or a.b={0: ...} if it is a mapping"),
     ],
 )
-def test_a_wrong_override_is_named_like_a_wrong_key(problems: Any, override: str, problem: str) -> None:
+def test_a_wrong_override_is_named_like_a_wrong_key(problems: Any, override: Any, problem: str) -> None:
     found = problems(merged({"loggers": ["screen"], "plugins": []}), override)
     assert len(found) == 1
-    assert found[0].startswith(problem if problem.startswith("the override") else f"command line: {problem}")
+    assert found[0].startswith(problem if problem.startswith(("the ov", "an ov")) else f"command line: {problem}")
 
 
 TEN = """

@@ -78,6 +78,8 @@ def in_full(value: Any) -> Any:
 
 def read_override(override: str) -> Layer:
     """Return `key.path=value` as a layer. Raises `ConfigError` where it has another form or the value is no YAML."""
+    if not isinstance(override, str):
+        raise ConfigError(f"an override is a text key.path=value, found {found_words(override)}; unpack a list by *")
     key, equals, text = override.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
@@ -125,8 +127,7 @@ def origins_of(path: KeyPath, history: Sequence[tuple[Layer, dict[str, Any]]]) -
         if _at(document, path) is _MISSING:
             found.clear()
             continue
-        value = _given(layer, path)
-        if value is not _MISSING:
+        if (value := _given(layer, path)) is not _MISSING:
             line = None if layer.kind == "override" else layer.document.line(path)
             found.append(Origin(layer.kind, value, layer.name, line))
     return found

@@ -42,6 +42,8 @@ def load_config(source: ConfigSource, overrides: Sequence[str] = (), registry: R
     installed plugins are loaded; the files under `plugins:` are added to it either way. Old keys and values are
     refused, except in the `config.yaml` of a run folder, which an earlier version may have written.
     """
+    if not isinstance(source, str | os.PathLike | Mapping):
+        raise ConfigError(f"wanted the path of a config file or a mapping of its sections, found {found_words(source)}")
     path, given = (Path("<config>"), source) if isinstance(source, Mapping) else (Path(source), None)
     layers, problems = _read_chain(path, (), "", given)
     registry = load_plugins() if registry is None else registry
@@ -120,11 +122,9 @@ def _shareable(section: Any, kind: Any, registry: Registry, own_model: bool) -> 
         component = registry.find(kind, str(use)).component
     except PluginError:
         return section  # it is refused when it is structured
-    metadata = {field.alias: field.metadata for field in fields(component.config)}
-    kept = {key: value for key, value in section.items() if not metadata.get(key, {}).get("policy")}
-    others = {
-        key: metadata[key]["other_models"] for key in kept if "other_models" in metadata.get(key, {}) and kept[key]
-    }
+    known = {field.alias: field.metadata for field in fields(component.config)}
+    kept = {key: value for key, value in section.items() if not known.get(key, {}).get("policy")}
+    others = {key: one["other_models"] for key, one in known.items() if kept.get(key) and "other_models" in one}
     return merged(kept, others) if own_model else kept
 
 
