@@ -17,11 +17,13 @@ import pytest
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import ConfigError, WhetError, WorkerLost
 from whet.rollout.gate import Gate
+from whet.run.run_folder import temporary_run_folder
 from whet_endpoint.chat import read_chat
 from whet_endpoint.errors import ApiError
 from whet_endpoint.requests import Rules
 from whet_endpoint.run import RunResponder
-from whet_endpoint.serve import Failure, serving
+from whet_endpoint.serve import Failure, _prepared, serving
+from whet_start.small_models import make_model
 from whet_testing.fakes import ByteChat, FakeGenerator
 
 pytest.importorskip("whet_hf", reason="whet-hf is not installed")
@@ -82,6 +84,18 @@ def test_it_serves_every_dialect_until_a_signal_and_leaves_nothing(
     assert not file.exists()
     assert not list(temporary.glob("whet-serve-*"))
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("positions", "overrides", "longest"),
+    [(257, [], 256), (256, [], 128), (64, ["rollout.max_tokens=9"], 9), (512, ["rollout.max_context=100"], 50)],
+)
+def test_the_longest_response_leaves_room_for_a_prompt(
+    tmp_path: Path, tiny_tokenizer: Any, positions: int, overrides: list[str], longest: int
+) -> None:
+    model = make_model(tmp_path, tiny_tokenizer, max_positions=positions)
+    with temporary_run_folder("serve") as folder:
+        assert _prepared(folder, str(model), "hf", overrides, None).config.rollout.max_tokens == longest
 
 
 def test_a_generator_that_is_lost_for_good_ends_it_with_the_cause() -> None:

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from whet.config.sections import RolloutSection
 from whet.config.structure import unstructure
+from whet.data.model_info import locate, read_model
 from whet.data.records import Sampling
 from whet.errors import WhetError, WorkerError
 from whet.interfaces.environment import Address
 from whet.interfaces.logger import RunInfo
+from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
+from whet.plugins.registry import load_plugins
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import CLOSING, acknowledge, on_signals
 from whet.run.models import Attempt, start
@@ -35,6 +39,7 @@ from whet_endpoint.requests import Rules
 from whet_endpoint.run import RunResponder, write_address
 
 if TYPE_CHECKING:
+    from whet.config.sections import Config
     from whet.interfaces.chat import Chat
     from whet.interfaces.logger import Logger
     from whet.plugins.registry import Registry
@@ -84,7 +89,7 @@ def _prepared(
     folder: RunFolder, model: str, generator: str, overrides: Sequence[str], registry: "Registry | None"
 ) -> Prepared:
     """Return the plan of a config that has a generator alone."""
-    document = {
+    document: dict[str, Any] = {
         "run": {"folder": str(folder.path), "steps": 1},
         "model": {"path": model},
         "algorithm": "nothing",
@@ -93,9 +98,19 @@ def _prepared(
         "data": {"train": [{"path": "nothing"}]},
         "plugins": [str(STAND_INS)],
     }
+    registry = load_plugins() if registry is None else registry
+    if longest := _fitting(load_config(document, overrides, registry).config):
+        document["rollout"] = {"max_tokens": longest}  # below the overrides
     prepared = prepare(document, overrides, config_only=False, trains=False, registry=registry)
     prepared.refuse_elsewhere("generator")
     return prepared
+
+
+def _fitting(config: "Config") -> int | None:
+    """Return the default of `rollout.max_tokens` for a model whose positions would leave no prompt beside core's."""
+    model = read_model(locate(config.model.path, config.model.revision, config_only=True))
+    limit = config.rollout.max_context or model.max_positions
+    return max(1, limit // 2) if 0 < limit <= RolloutSection().max_tokens else None
 
 
 def _opened(prepared: Prepared, attempt: Attempt) -> Served:
