@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import whet
 from whet.errors import WhetError
 from whet_venv import venvs
 from whet.runtime.interpreters import environments, find, probe
+from whet_venv.cli import env
 from whet_venv.venvs import Recipe, as_here, create, listed, recipe_of, remove
 from whet_testing.environments import make_wheels
 
@@ -125,6 +127,7 @@ def test_one_that_is_not_finished_is_listed_as_that_and_can_be_removed(home: Pat
     (home / "half" / "bin").mkdir(parents=True)
     (home / "half" / venvs.LOG).touch()
     assert listed() == [{"name": "half", "folder": str(home / "half")}]
+    assert "not finished" in CliRunner().invoke(env, ["list"]).output
     remove("half")
     assert not (home / "half").exists()
 
@@ -168,6 +171,9 @@ def test_a_folder_of_somebody_else_is_left_alone(home: Path) -> None:
     for act in (lambda: create("mine", Recipe(())), lambda: remove("mine")):
         with pytest.raises(WhetError, match="was not made by `whet env create`"):
             act()
+    said = CliRunner().invoke(env, ["list"]).output
+    assert "not made by `whet env create`" in said
+    assert "not finished" not in said
     assert (home / "mine" / "notes.txt").read_text() == "mine"
 
 

@@ -90,7 +90,10 @@ def _print(found: list[dict[str, Any]]) -> None:
 def _summary(record: dict[str, Any]) -> str:
     from whet.installed import normal
     from whet.runtime.interpreters import LIBRARIES, engines
+    from whet_venv.venvs import is_foreign
 
+    if is_foreign(Path(record["folder"])):
+        return "not made by `whet env create`: move it away"
     if "packages" not in record:
         return "not finished: make it again, or remove it"
     wanted = LIBRARIES - {"numpy", "tokenizers", "safetensors"} | engines()

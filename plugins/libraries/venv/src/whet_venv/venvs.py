@@ -181,10 +181,15 @@ def remove(name: str) -> Path:
     return folder
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise `WhetError` for a folder that holds something and was not made by `create`."""
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder holds something and was not made by `create`."""
     ours = any((folder / name).exists() for name in (RECORD, LOG))
-    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
+    return folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise `WhetError` for a folder that is foreign."""
+    if is_foreign(folder):
         raise WhetError(f"{folder} was not made by `whet env create`; choose another name, or move it away")
 
 
