@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from whet.errors import WhetError
 from whet.run.run_folder import RunFolder
 from whet_memory.cli import memory
-from whet_memory.compared import compare
+from whet_memory.compared import compare, compared
 
 GIB = 2**30
 PEAKS = {
@@ -50,6 +51,13 @@ def test_files_of_another_form_are_passed_over(odd) -> None:
     rows = [{"memory/backend.train": "x"}, {"memory/backend.other": 1.0}, {"memory/backend.train": float("nan")}]
     assert compare(odd, rows) == []
     assert [one.predicted for one in compare(odd, ROWS)] == [None, None]
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path) -> None:
+    with pytest.raises(WhetError, match="holds no run: there is no metrics"):
+        compared(RunFolder(tmp_path))
+    (tmp_path / "config.yaml").touch()
+    assert compared(RunFolder(tmp_path)) == []
 
 
 def test_the_command_prints_both(tmp_path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.data.files import read_rows
+from whet.errors import WhetError
 from whet.plan.memory import size
 from whet.run.run_folder import RunFolder
 from whet_memory.case import PHASES
@@ -36,7 +37,12 @@ class Compared:
 
 
 def compared(folder: RunFolder) -> list[Compared]:
-    """Return the phases that were measured in a run, each with its prediction."""
+    """Return the phases that were measured in a run, each with its prediction. Raises `WhetError` if it is no run."""
+    if not any((folder.path / name).is_file() for name in ("metrics.jsonl", "journal.jsonl", "config.yaml")):
+        raise WhetError(
+            f"{folder.path} holds no run: there is no metrics.jsonl, journal.jsonl or config.yaml in it; "
+            "give the folder that is `run.folder` in the config"
+        )
     file = folder.path / "metrics.jsonl"
     return compare(folder.read_json("plan.json"), read_rows(file) if file.exists() else ())
 
