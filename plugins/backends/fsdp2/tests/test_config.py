@@ -71,6 +71,13 @@ def test_a_teacher_that_is_not_there_or_has_another_vocabulary_is_refused_by_its
     assert facts(Fsdp2Config(teacher=str(tmp_path)), MODEL).forecast.teacher.config["hidden_size"] == 256
 
 
+def test_a_reward_model_is_no_language_model():
+    scorer = attrs.evolve(MODEL, config={**MODEL.config, "architectures": ["Qwen3ForSequenceClassification"]})
+    (problem,) = facts(Fsdp2Config(), scorer).problems(1)
+    assert str(problem).startswith("head: is lm, and the model in model is a Qwen3ForSequenceClassification")
+    assert not list(facts(Fsdp2Config(head="value"), scorer).problems(1))
+
+
 def test_a_frozen_model_has_no_gradients_and_no_optimizer():
     assert held(Fsdp2Config(), MODEL, trained=False) == 4 * MODEL.parameters
     assert held(Fsdp2Config(), attrs.evolve(MODEL, dtype="bfloat16"), trained=False) == 2 * MODEL.parameters

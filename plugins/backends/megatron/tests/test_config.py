@@ -75,6 +75,12 @@ def test_what_experts_do_not_allow_is_refused_by_its_key(sizes, ranks, path, wor
     assert words in found(sizes, ranks, ModelInfo("model", MIXED))[path]
 
 
+def test_a_reward_model_is_no_language_model():
+    scorer = model(architectures=["Qwen3ForSequenceClassification"])
+    assert "is a Qwen3ForSequenceClassification" in found({}, 1, scorer)["head"]
+    assert not found({}, 1, scorer, head="value")
+
+
 def test_options_of_experts_are_refused_for_a_dense_model():
     experts, mixed = ExpertsConfig(z_loss=0.1, replay=True), ModelInfo("model", MIXED)
     assert "the model has no experts" in found({}, 1, experts=experts)["experts.z_loss"]

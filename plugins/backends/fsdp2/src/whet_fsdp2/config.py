@@ -15,7 +15,7 @@ from whet.interfaces.weights import IN_PLACE
 from whet_fsdp2.parallel import ParallelConfig, problems
 from whet_memory.case import Forecast, Sizes
 from whet_training.experts import ExpertsConfig
-from whet_training.heads import known_teacher, outputs_of, teacher_problems
+from whet_training.heads import head_problems, known_teacher, outputs_of, teacher_problems
 from whet_training.lora_config import (
     OF_ONE_MODEL,
     LoraConfig,
@@ -160,6 +160,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
 
 def _problems(config: Fsdp2Config, model: ModelInfo, ranks: int) -> Iterator[Problem]:
     yield from problems(config.parallel, model, config.layout, ranks)
+    yield from head_problems(config.head, model)
     yield from teacher_problems(config.teacher, model)
     if config.compile and model.experts:
         yield Problem("compile", "layers with experts are not compiled; leave it out")

@@ -20,7 +20,7 @@ from whet_megatron.lora_targets import adapted, has_experts, linears, no_experts
 from whet_megatron.parallel import ParallelConfig
 from whet_memory.case import Forecast
 from whet_training.experts import ExpertsConfig
-from whet_training.heads import known_teacher, outputs_of, teacher_problems
+from whet_training.heads import head_problems, known_teacher, outputs_of, teacher_problems
 from whet_training.lora_config import OF_ONE_MODEL, LoraConfig, adapter_info, adapter_memory, computed, unmatched
 from whet_training.schedule import ScheduleConfig
 from whet_training.weight_groups import WeightGroup, pattern_problems
@@ -200,6 +200,7 @@ def problems(config: MegatronConfig, model: ModelInfo, ranks: int) -> Iterator[P
             found := [key for key in ("balance", "z_loss") if getattr(config.experts, key)]
         ):
             yield Problem(f"experts.{found[0]}", "is set, and the model has no experts; leave it out")
+    yield from head_problems(config.head, model)
     wrong_teacher = list(teacher_problems(config.teacher, model))
     yield from wrong_teacher
     teacher = known_teacher(config.teacher, model)

@@ -47,6 +47,13 @@ def known_teacher(teacher: str, policy: ModelInfo) -> ModelInfo | None:
     return None
 
 
+def head_problems(head: str, model: ModelInfo) -> Iterator[Problem]:
+    """Yield why a model has no head over tokens, if one is wanted. Paths are within the backend's section."""
+    if head == "lm" and model.architecture.endswith("ForSequenceClassification"):
+        words = f"is lm, and the model in {model.path} is a {model.architecture}, which scores texts and writes none"
+        yield Problem("head", f"{words}; choose a language model, or set it to value")
+
+
 def teacher_problems(teacher: str, policy: ModelInfo) -> Iterator[Problem]:
     """Yield why a model cannot be a teacher, if one is named. Paths are within the backend's section."""
     try:
