@@ -92,10 +92,9 @@ def _summary(record: dict[str, Any]) -> str:
     from whet.runtime.interpreters import LIBRARIES, engines
     from whet_venv.venvs import is_foreign
 
-    if is_foreign(Path(record["folder"])):
-        return "not made by `whet env create`: move it away"
     if "packages" not in record:
-        return "not finished: make it again, or remove it"
+        foreign = is_foreign(Path(record["folder"]))
+        return "not made by `whet env create`: move it away" if foreign else "not finished: make it again, or remove it"
     wanted = LIBRARIES - {"numpy", "tokenizers", "safetensors"} | engines()
     shown = {
         name: version for name, version in record["packages"].items()
