@@ -159,3 +159,10 @@ def test_a_run_of_an_earlier_version_keeps_its_name(tmp_path):
     RunFolder(tmp_path).write_json("it.json", {"id": "a"})
     assert name_of(tmp_path, "it.json", "id", "b") == ("a", True)
     assert RunFolder(tmp_path).read_json("it.json") == {"id": "a", "folder": str(tmp_path)}
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null"])
+def test_a_file_without_names_is_written_anew(tmp_path, text):
+    (tmp_path / "it.json").write_text(text)
+    assert name_of(tmp_path, "it.json", "id", "a") == ("a", False)
+    assert name_of(tmp_path, "it.json", "id", "b") == ("a", True)

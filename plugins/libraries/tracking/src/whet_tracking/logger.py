@@ -120,7 +120,8 @@ def name_of(folder: Path, file: str, key: str, new: str) -> tuple[str, bool]:
     A file of the run folder keeps the name under `key`, with the folder's path: a copy of the folder is another run.
     """
     files, here = RunFolder(folder), folder.resolve()
-    kept = files.read_json(file) or {}
+    found = files.read_json(file)
+    kept = found if isinstance(found, dict) else {}
     name, first = kept.get(key), Path(kept.get("folder", here))
     if name is not None and _is_copy(here, first, file, kept):
         logger.warning(f"{folder} is a copy of {first}, so it has a run of its own at the tracker, from step 1")
