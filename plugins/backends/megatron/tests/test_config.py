@@ -200,6 +200,10 @@ def test_rotary_settings_are_read_wherever_a_version_of_transformers_wrote_them(
     scaled = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 8192}  # fmt: skip
     assert architecture.read(model(rope_theta=5e5, rope_scaling=scaled)).rope_factor == 32.0
+    both = {"rope_theta": 5e5, "rope_scaling": scaled, "rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model("llama", **both).rope_parameters
+    read = architecture.read(model(**both))
+    assert (read.rope_theta, read.rope_factor) == (theirs["rope_theta"], theirs["factor"]) == (5e5, 32.0)
 
 
 def test_a_package_can_offer_a_family(monkeypatch):

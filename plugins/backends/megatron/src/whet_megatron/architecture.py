@@ -231,9 +231,9 @@ def _count_problems(model: ModelInfo) -> Iterator[str]:
 
 
 def _rope(config: Config) -> Mapping[str, Any]:
-    """Return the settings of the rotary positions. Since version 5 `transformers` writes all of them in one place."""
-    return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}),
-            **(config.get("rope_parameters") or {})}  # fmt: skip
+    """Return the settings of the rotary positions. As in `transformers`, the older name comes first."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {"rope_theta": config.get("rope_theta"), **found}
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
