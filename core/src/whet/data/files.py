@@ -52,6 +52,15 @@ def remove_folder(folder: Path) -> None:
     folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
 
 
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def json_line(row: Mapping[str, Any]) -> str:
     """Return a row as a line of JSON: readable text, with characters that could control a terminal escaped."""
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False)) + "\n"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.config.messages import choice_words
-from whet.data.files import disk_errors, remove_folder
+from whet.data.files import disk_errors, fsync, remove_folder
 from whet.errors import CheckpointError, WhetError, in_words
-from whet.run.run_folder import RunFolder, fsync
+from whet.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from whet.config.sections import KeepBestSection

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from attrs import evolve
 
-from whet.data.files import disk_errors, json_line, read_rows, reading, remove_folder, step_of
+from whet.data.files import disk_errors, fsync, json_line, read_rows, reading, remove_folder, step_of
 from whet.errors import CheckpointError
 from whet.interfaces.logger import Event
 from whet.runtime.watchdog import watchdog
@@ -243,15 +243,6 @@ class RunFolder:
 def _is_kept(row: Mapping[str, Any], step: float) -> bool:
     number = row.get("step", 0)
     return step == math.inf or (isinstance(number, int) and number <= step)
-
-
-def fsync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

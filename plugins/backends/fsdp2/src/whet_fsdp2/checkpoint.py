@@ -14,7 +14,6 @@ safetensors holds a rank's whole file in memory, and cannot write two regions of
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet.data.files import disk_errors, use_umask
+from whet.data.files import disk_errors, fsync, use_umask
 from whet.errors import CheckpointError
 from whet_fsdp2.regions import Region, regions, writes
 
@@ -62,11 +61,10 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, extra: Mapping
             index[key] = {"file": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     document = {"format": FORMAT, **({} if rank else extra), "tensors": index}
     path = folder / (f"{stem}.json" if rank else INDEX)
-    with disk_errors(path), path.open("w", encoding="utf-8") as stream:
-        json.dump(document, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync_folder(folder)
+    with disk_errors(path):
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        fsync(path)
+    fsync(folder)
 
 
 def _chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -87,16 +85,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
     save_file(tensors, path)
     use_umask(path)
-    with path.open("rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(path)
 
 
 @frozen

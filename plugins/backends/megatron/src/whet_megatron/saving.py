@@ -6,7 +6,6 @@ complete   rank 0       writes the index of all files and what is said of them i
 """
 
 import json
-import os
 import queue
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet.data.files import disk_errors
+from whet.data.files import disk_errors, fsync
 
 INDEX, TENSORS = "backend.json", "megatron"
 SMALL = 1 << 20
@@ -83,8 +82,7 @@ class Planned:
             save_config(CheckpointingConfig("torch_dist", 1), str(tensors))
             (self.folder / INDEX).write_text(json.dumps(self.document, indent=1), encoding="utf-8")
             for path in (*tensors.iterdir(), self.folder / INDEX):
-                with path.open("rb+") as stream:
-                    os.fsync(stream.fileno())
+                fsync(path)
 
 
 def plan(folder: Path, state: dict[str, Any], document: dict[str, Any]) -> Planned:

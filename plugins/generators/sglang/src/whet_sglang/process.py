@@ -17,7 +17,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
-from whet_generation.completeness import nothing_yet
+from whet_generation.completeness import nothing_yet, refuse_mixture
 from whet_generation.limits import completion_limit
 from whet_sglang.arguments import KEPT_POSITIONS, LOADER
 from whet_sglang.extension import HOOKS
@@ -194,11 +194,7 @@ class Process:
             rid=_name(request.id),
             **({} if self._experts is None else {"return_routed_experts": True}),
         )
-        if self._spoilt != spoilt:
-            raise WeightSyncError(
-                f"request {request.id}: a weight sync failed while it ran, and a mixture of weights may have made its "
-                "last tokens; the error of the weight sync says why"
-            )
+        refuse_mixture(request.id, spoilt=self._spoilt != spoilt)
         return completion(request, output, self._experts)
 
     async def _abort(self, id_: str) -> None:

@@ -27,7 +27,7 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import give_up
-from whet_generation.completeness import nothing_yet
+from whet_generation.completeness import nothing_yet, refuse_mixture
 from whet_generation.limits import completion_limit
 from whet_vllm import adapter
 from whet_vllm.arguments import ENGINE
@@ -198,11 +198,7 @@ class Worker:
             if request.progress is not None and (tokens := progress(request, output, reported)).tokens.size:
                 mailbox.put(tokens)
                 reported += len(tokens.tokens)
-        if self._spoilt != spoilt:
-            raise WeightSyncError(
-                f"request {request.id}: a weight sync failed while it ran, and a mixture of weights may have made its "
-                "last tokens; the error of the weight sync says why"
-            )
+        refuse_mixture(request.id, spoilt=self._spoilt != spoilt)
         return completion(request, last)
 
     def _refusal(self, request: Request, error: Exception) -> Outcome | Exception:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from whet.data.records import Completion, FloatArray, Progress, Request
-from whet.errors import WhetError
+from whet.errors import WeightSyncError, WhetError
 
 
 def version_spans(found: Iterable[tuple[int, str]], count: int, wanted: str) -> tuple[tuple[int, int], ...]:
@@ -22,6 +22,15 @@ def version_spans(found: Iterable[tuple[int, str]], count: int, wanted: str) -> 
     if not versions:
         raise WhetError(f"the engine says of no token which weights made it; wanted {wanted}")
     return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
+
+
+def refuse_mixture(id_: str, *, spoilt: bool) -> None:
+    """Raise `WeightSyncError` if a weight sync that failed half way spoilt the weights while a request ran."""
+    if spoilt:
+        raise WeightSyncError(
+            f"request {id_}: a weight sync failed while it ran, and a mixture of weights may have made its last "
+            "tokens; the error of the weight sync says why"
+        )
 
 
 def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatArray:

@@ -15,7 +15,6 @@ The objective is the sum over terms of weight x sum / count. Counts are known be
 and gradient do not depend on how a batch is cut into micro-batches.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from whet.config.build import build
 from whet.config.structure import structure
 from whet.data import metrics
 from whet.data.batch import Batch
+from whet.data.files import fsync
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, write_chat_template
 from whet.errors import CheckpointError, WhetError
@@ -140,8 +140,7 @@ class BackendWorker(LossWorker):
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.write(Path(folder))
         for path in Path(folder).iterdir():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
+            fsync(path)
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote."""

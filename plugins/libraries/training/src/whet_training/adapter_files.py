@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.component import AdapterInfo
-from whet.data.files import disk_errors
+from whet.data.files import disk_errors, fsync
 from whet.data.model_info import weight_files
 from whet.errors import CheckpointError, WhetError
 from whet_training.lora import refuse_other_scaling
@@ -27,8 +26,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     write_peft(folder, tensors, config, {BASE: digest})
     with disk_errors(folder):
         for name in (WEIGHTS, CONFIG):
-            with (folder / name).open("rb+") as stream:
-                os.fsync(stream.fileno())
+            fsync(folder / name)
 
 
 def read(
